@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -41,7 +42,7 @@ class Ours:
         from torch.distributed.distributed_c10d import _get_default_store
 
         from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, ProcessInfo
-        from megatron.core.dist_checkpointing.moe.runtime import session_parts
+        from megatron.core.dist_checkpointing.moe.runtime import protected_session
 
         strategy, _, window = name.partition("/")
         own_name = name.replace("/", "-")
@@ -54,7 +55,7 @@ class Ours:
         place = dataclasses.replace(place, job_id=f"{place.job_here}-{own_name}")
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
-        with mock.patch.object(session_parts, "_get_default_store", return_value=own):
+        with mock.patch.object(protected_session, "_get_default_store", return_value=own):
             manager = job.trainer.managed(config=config, place=place)
             manager.resume()
         manager.detach()  # iterations have a manager of their own around this session
@@ -62,7 +63,7 @@ class Ours:
         self._newest_bytes = 0
         self._windows: dict[range, list[int]] = {}
         self._span = range(0)
-        self._note_spans(session._parts.strategy)
+        self._note_spans(session.strategy)
 
     def __getattr__(self, name: str) -> Any:
         """All other calls of the loop."""
@@ -90,8 +91,8 @@ class Ours:
 
     def begin_turn(self) -> None:
         """What others did since the last turn is no time of an iteration of this training."""
-        if self.session._protection is not None:  # before the first turn nothing is protected yet
-            self.session._protection.coordinator._step_ended_s = self.session._parts.clock.now_s()
+        if self.session.coordinator is not None:  # before the first turn nothing is protected yet
+            self.session.coordinator._step_ended_s = time.monotonic()
 
     def settle(self) -> None:
         """What was copied goes to the lanes beside training; the turn waits until those rest."""

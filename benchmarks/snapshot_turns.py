@@ -31,10 +31,10 @@ class Timed:
     protects = True
 
     def __init__(self, contestant: Contestant) -> None:
-        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+        from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
         self.contestant, self.stall_s = contestant, 0.0
-        self.session: Any = getattr(contestant, "session", Unprotected())
+        self.session: Any = getattr(contestant, "session", Session())
         self.report = contestant.report
         self.before_optimizer = self._timed(contestant.before_optimizer)
         self.step_end = self._timed(contestant.step_end)

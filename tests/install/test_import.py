@@ -13,7 +13,7 @@ import megatron.core, {ENGINE} as engine, megatron.pretrain as driver
 for module in (megatron.core, engine, driver):
     print(module.__file__)
 """
-FIND = f"from {ENGINE}.runtime.session import Session\n{FIND_PACKAGES}"
+FIND = f"from {ENGINE}.runtime.protected_session import ProtectedSession\n{FIND_PACKAGES}"
 """Also runs the imports of nearly all of the engine, and of Megatron-Core."""
 PLACES = ("editable", "wheel", "wheel beside the core of an image")
 

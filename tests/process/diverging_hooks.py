@@ -14,16 +14,16 @@ import torch
 @contextlib.contextmanager
 def another_loss(iterations: Collection[int], share: float = 1e-6) -> Iterator[None]:
     """As on hardware that does not repeat itself: whenever one of these iterations is replayed its loss is higher."""
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
-    stepped = Session.stepped
+    stepped = ProtectedSession.stepped
 
     def otherwise(self: Any, step: Any) -> None:
-        if self._restart.replay.iteration in iterations and step.lm_loss is not None:
+        if self.restart.replay.iteration in iterations and step.lm_loss is not None:
             step = replace(step, lm_loss=step.lm_loss * (1 + share))
         stepped(self, step)
 
-    with mock.patch.object(Session, "stepped", otherwise):
+    with mock.patch.object(ProtectedSession, "stepped", otherwise):
         yield
 
 

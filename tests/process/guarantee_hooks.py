@@ -23,11 +23,11 @@ from megatron.core.dist_checkpointing.moe.storage.slot_reader import written_ove
 @contextlib.contextmanager
 def newer_core() -> Iterator[None]:
     """The session finds a Megatron-Core that came out after it."""
-    from megatron.core.dist_checkpointing.moe.runtime import session_parts
+    from megatron.core.dist_checkpointing.moe.runtime import protected_session
     from megatron.core.dist_checkpointing.moe.versions import FoundVersion
 
     found = {"megatron-core": FoundVersion("0.20.0", "/image/core")}
-    with mock.patch.object(session_parts, "found_versions", return_value=found):
+    with mock.patch.object(protected_session, "found_versions", return_value=found):
         yield
 
 
@@ -38,18 +38,19 @@ def watching_sealed_bytes(folder: str) -> Iterator[None]:
     Facts: how often it looked, how often it saw the same own snapshot and the same replica at most, how many different
     ones of both it saw, and what had changed.
     """
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
     rank = int(os.environ["RANK"])
     facts: dict[str, Any] = {"looks": 0, "own": 0, "replica": 0, "different": 0, "changed": []}
     seen: dict[str, str] = {}
     hashed: Counter[str] = Counter()
-    original = Session.step_end
+    report = ProtectedSession.report
 
-    def step_end(self: Any, iteration: int, *journal: Any) -> None:
-        original(self, iteration, *journal)
+    def watching(self: Any) -> Any:
+        done = report(self)
+        iteration = done.iteration
         facts["looks"] += 1
-        now = _fingerprints(self._parts.memory.store.directory)
+        now = _fingerprints(self.memory.store.directory)
         for name, digest in now.items():
             if seen.setdefault(name, digest) != digest:
                 facts["changed"].append(f"{name} after iteration {iteration}")
@@ -59,8 +60,9 @@ def watching_sealed_bytes(folder: str) -> Iterator[None]:
         for name in seen.keys() - now.keys():
             del seen[name]
         facts["different"] = len(hashed)
+        return done
 
-    with mock.patch.object(Session, "step_end", step_end):
+    with mock.patch.object(ProtectedSession, "report", watching):
         try:
             yield
         finally:
@@ -92,15 +94,16 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
     One iteration later all that was begun before is waited for, so that from there on it is seen at each look, however
     slowly the work beside training runs.
     """
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
     from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker
 
-    original, step_end = ReplicationWorker._seal, Session.step_end
+    original, report = ReplicationWorker._seal, ProtectedSession.report
 
-    def waiting_step_end(self: Any, at: int, *journal: Any) -> None:
-        step_end(self, at, *journal)
-        if at == iteration + 1:
-            self._protection.coordinator._background.drain()
+    def waiting_report(self: Any) -> Any:
+        done = report(self)
+        if done.iteration == iteration + 1:
+            self.coordinator._background.drain()
+        return done
 
     def seal(self: Any, task: Any) -> bool:
         turn = task.plan.iteration % int(os.environ["WORLD_SIZE"])
@@ -109,7 +112,10 @@ def no_joint_snapshot_after(iteration: int) -> Iterator[None]:
             raise StoreFailure(f"sealing after iteration {iteration} failed as asked")
         return bool(original(self, task))
 
-    with mock.patch.object(ReplicationWorker, "_seal", seal), mock.patch.object(Session, "step_end", waiting_step_end):
+    with (
+        mock.patch.object(ReplicationWorker, "_seal", seal),
+        mock.patch.object(ProtectedSession, "report", waiting_report),
+    ):
         yield
 
 
@@ -165,16 +171,16 @@ def another_plan(rank: int, iteration: int) -> Iterator[None]:
 @contextlib.contextmanager
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
     from megatron.core.dist_checkpointing.moe.snapshot import workers
 
-    original = Session.step_end
+    original = ProtectedSession.whole
 
-    def step_end(self: Any, at: int, *journal: Any) -> None:
+    def whole(self: Any, at: int, *journal: Any) -> None:
         if at == iteration and os.environ["RANK"] == "0":
             Path(folder).rename(f"{folder}-away")
             Path(folder).write_text("not a folder")
         original(self, at, *journal)
 
-    with mock.patch.object(Session, "step_end", step_end), mock.patch.object(workers, "FIRST_PAUSE_S", 0.05):
+    with mock.patch.object(ProtectedSession, "whole", whole), mock.patch.object(workers, "FIRST_PAUSE_S", 0.05):
         yield

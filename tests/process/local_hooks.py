@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.moe.runtime.faults import kill_self
 @contextlib.contextmanager
 def counted(folder: str) -> Iterator[None]:
     """Write down how many microbatches each rank ran before it rejoined the others, and where it stood then."""
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
     loop = import_module("pretrain_gpt_moe")
-    forward, rejoin = loop.forward_step, Session.rejoin
+    forward, rejoin = loop.forward_step, ProtectedSession.rejoin
     passes = 0
 
     @functools.wraps(forward)
@@ -34,7 +34,7 @@ def counted(folder: str) -> Iterator[None]:
     def noting_rejoin(self: Any) -> bool:
         before = passes
         recovered = rejoin(self)
-        outcome = self._restart.outcome
+        outcome = self.restart.outcome
         plan = outcome.plan if outcome is not None else None
         told = {"event": "rejoined", "recovered": recovered, "forwards": before}
         if plan is not None:
@@ -44,7 +44,7 @@ def counted(folder: str) -> Iterator[None]:
         return recovered
 
     counting = mock.patch.object(loop, "forward_step", counting_forward)
-    with counting, mock.patch.object(Session, "rejoin", noting_rejoin):
+    with counting, mock.patch.object(ProtectedSession, "rejoin", noting_rejoin):
         yield
 
 
@@ -115,9 +115,9 @@ def _is_there(place: str, *arguments: Any) -> bool:
     if place == "waiting":
         from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
 
-        return isinstance(arguments[0]._restart._todo, Waiting)
+        return isinstance(arguments[0].restart._todo, Waiting)
     if place == "restarting":
-        return bool(arguments[0]._parts.memory.store.snapshots().sealed)  # an earlier attempt was here
+        return bool(arguments[0].memory.store.snapshots().sealed)  # an earlier attempt was here
     return True
 
 
@@ -129,9 +129,9 @@ def _parking() -> tuple[Any, str]:
 
 def _session(name: str) -> Callable[[], tuple[Any, str]]:
     def found() -> tuple[Any, str]:
-        from megatron.core.dist_checkpointing.moe.runtime.session import Session
+        from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
-        return Session, name
+        return ProtectedSession, name
 
     return found
 
@@ -144,7 +144,7 @@ def _sending() -> tuple[Any, str]:
 
 _PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
     "parking": _parking,
-    "restarting": _session("look"),
+    "restarting": _session("restore"),
     "sending": _sending,
     "waiting": _session("rejoin"),
 }

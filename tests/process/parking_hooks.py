@@ -43,9 +43,9 @@ def interrupted(folder: str) -> Iterator[None]:
 
 def guarded_by(guard: Any) -> Any:
     """A session that does nothing but follow the step; `inside` while that is under way."""
-    from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+    from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
-    class Guarded(Unprotected):
+    class Guarded(Session):
         protects, inside = True, False
 
         def __init__(self) -> None:

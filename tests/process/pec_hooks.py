@@ -19,11 +19,11 @@ import torch
 @contextlib.contextmanager
 def watched(folder: str) -> Iterator[None]:
     """Write down each snapshot's bytes and experts, the state after each iteration, and each recovery."""
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
     from megatron.core.dist_checkpointing.moe.strategies import Pec, Selective
     from megatron.core.dist_checkpointing.moe.types import Part
 
-    step_end, carry_out, report = Session.step_end, Session.carry_out, Session.report
+    whole, restore, report = ProtectedSession.whole, ProtectedSession.restore, ProtectedSession.report
     plans = {kind: kind.plan for kind in (Pec, Selective)}
 
     def watched_plan(self: Any, iteration: int) -> Any:
@@ -35,17 +35,18 @@ def watched(folder: str) -> Iterator[None]:
             _note(folder, {"event": "planned", "iteration": iteration, "k": k, "persist_interval": every})
         return made
 
-    def watched_step_end(self: Any, iteration: int, *journal: Any) -> None:
+    def watched_whole(self: Any, iteration: int, *journal: Any) -> None:
         _note(folder, {"event": "ended", "iteration": iteration, "state": _state(self)})
-        step_end(self, iteration, *journal)
+        whole(self, iteration, *journal)
 
     def watched_report(self: Any) -> Any:
         done = report(self)
         _note(folder, {"event": "reported", "snapshot_bytes": done.snapshot_bytes})
         return done
 
-    def watched_carry_out(self: Any) -> Any:
-        outcome = carry_out(self)
+    def watched_restore(self: Any, *given: Any) -> None:
+        restore(self, *given)
+        outcome = self.restart.outcome
         if outcome is not None:
             experts = [
                 [source.rank, source.iteration, source.tier.name, _name(operator, part)]
@@ -56,27 +57,26 @@ def watched(folder: str) -> Iterator[None]:
             ]
             found = {"event": "recovered", "target": outcome.plan.target, "experts": experts, "state": _state(self)}
             _note(folder, found)
-        return outcome
 
     with (
         mock.patch.object(Pec, "plan", watched_plan),
         mock.patch.object(Selective, "plan", watched_plan),
-        mock.patch.object(Session, "step_end", watched_step_end),
-        mock.patch.object(Session, "report", watched_report),
-        mock.patch.object(Session, "carry_out", watched_carry_out),
+        mock.patch.object(ProtectedSession, "whole", watched_whole),
+        mock.patch.object(ProtectedSession, "report", watched_report),
+        mock.patch.object(ProtectedSession, "restore", watched_restore),
     ):
         yield
 
 
-def _state(session: Any) -> dict[str, str]:
+def _state(protection: Any) -> dict[str, str]:
     """A digest of what this rank owns: of the weights and the moments of each expert, and of all the rest together.
 
     Without step counts of experts: after a recovery these are what Megatron's one count for all parameters says.
     """
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
 
-    parts, found = session._parts, {}
-    for one in state_tensors(parts.training.chunks, parts.training.optimizer, parts.topology):
+    training, found = protection.training, dict[str, Any]()
+    for one in state_tensors(training.chunks, training.optimizer, protection.topology):
         if one.operator.is_expert and one.field == "step":
             continue
         name = _name(one.operator, one.part) if one.operator.is_expert else "rest"

@@ -50,10 +50,10 @@ def watched(folder: str) -> Iterator[None]:
 @contextlib.contextmanager
 def killed_in_replay(folder: str, rank: int, nth: int, phase: str) -> Iterator[None]:
     """SIGKILL for `rank` in the `nth` iteration (from 1) of its first replay: before its forward pass or after it."""
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
     marker, done = Path(folder) / f"struck-{rank}-{nth}-{phase}", 0
-    before_optimizer, stepped = Session.before_optimizer, Session.stepped
+    before_optimizer, stepped = ProtectedSession.before_optimizer, ProtectedSession.stepped
 
     def strike(self: Any, here: str) -> None:
         if torch.distributed.get_rank() != rank or here != phase or done != nth or marker.exists():
@@ -73,8 +73,8 @@ def killed_in_replay(folder: str, rank: int, nth: int, phase: str) -> Iterator[N
         stepped(self, step)
 
     with (
-        mock.patch.object(Session, "before_optimizer", watched_before),
-        mock.patch.object(Session, "stepped", watched_stepped),
+        mock.patch.object(ProtectedSession, "before_optimizer", watched_before),
+        mock.patch.object(ProtectedSession, "stepped", watched_stepped),
     ):
         yield
 
@@ -88,9 +88,9 @@ def untouched(folder: str) -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
     from megatron.core.dist_checkpointing.moe.replay.densify import Replay
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
-    begin, freeze, take = Session.begin, LiveExecution.freeze, Replay._load
+    begin, freeze, take = ProtectedSession.begin, LiveExecution.freeze, Replay._load
     sessions: list[Any] = []
     marked: list[Any] = []
 
@@ -99,8 +99,8 @@ def untouched(folder: str) -> Iterator[None]:
         begin(self, iteration)
 
     def marking_freeze(self: Any, frozen: Any, step: Any, *, alone: bool = False) -> None:
-        parts, held_back = sessions[-1]._parts, set(frozen)
-        tensors = state_tensors(parts.training.chunks, parts.training.optimizer, parts.topology)
+        session, held_back = sessions[-1], set(frozen)
+        tensors = state_tensors(session.training.chunks, session.training.optimizer, session.topology)
         trained = [one for one in tensors if one.field not in ("compute", "buffer")]
         marked[:] = [one for one in trained if one.operator in held_back]
         with torch.no_grad():
@@ -114,7 +114,7 @@ def untouched(folder: str) -> Iterator[None]:
         take(self, *arguments)
 
     with (
-        mock.patch.object(Session, "begin", watched_begin),
+        mock.patch.object(ProtectedSession, "begin", watched_begin),
         mock.patch.object(LiveExecution, "freeze", marking_freeze),
         mock.patch.object(Replay, "_load", watched_take),
     ):

@@ -167,9 +167,9 @@ class Trainer:
 
     def communicate(self, communicator: Any) -> Any:
         """Let the schedules send and receive through `communicator`; returns the session that says so."""
-        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+        from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
-        session = Unprotected()
+        session = Session()
         session.communicator = communicator
         self.manager = self.managed(session)
         return session

@@ -39,16 +39,19 @@ def bulk_noted(folder: str) -> Iterator[None]:
 def sockets_counted(folder: str) -> Iterator[None]:
     """How many sockets links and transports have when training ends."""
     from megatron.core.dist_checkpointing.moe.replication import connections
-    from megatron.core.dist_checkpointing.moe.runtime.session import Session
+    from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 
-    original = Session.shutdown
+    original = ProtectedSession.shutdown
 
     def shutdown(self: Any, **options: Any) -> None:
         counts = Counter(links=len(self.links.sockets))
-        for transport in (self._parts.control, self._parts.data):
+        for transport in (self.control, self.data):
             counts["transports"] += len(transport.connections.sockets)
         (Path(folder) / f"sockets-{os.environ['RANK']}.json").write_text(json.dumps(counts))
         original(self, **options)
 
-    with mock.patch.object(Session, "shutdown", shutdown), mock.patch.object(connections, "PROBE_AFTER_S", 30.0):
+    with (
+        mock.patch.object(ProtectedSession, "shutdown", shutdown),
+        mock.patch.object(connections, "PROBE_AFTER_S", 30.0),
+    ):
         yield

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPort
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.buffers import fit_memory, gathered_sizes, segment_sizes
-from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport, TokenCounts
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
@@ -167,8 +167,7 @@ class Rank:
             ports.model.forward_backward()
             coordinator.before_optimizer()
             ports.model.step()
-            counts = partial(simulation.counts, self._rank, iteration) if simulation.counts else None
-            coordinator.step_end(iteration, counts, journal_of(self._rank, iteration))
+            coordinator.step_end(iteration, journal_of(self._rank, iteration))
             if simulation.each is not None and simulation.job is not None:
                 simulation.each(simulation.job, self._rank)
         coordinator.shutdown()
@@ -236,9 +235,16 @@ class Rank:
                 lambda piece, index: ports.capturer.layout(piece.plan, trainer=index == 0),
                 clock=ports.clock,
             )  # fmt: skip
+        count = self._simulation.counts
+
+        def counts() -> Callable[[], TokenCounts]:
+            assert count is not None
+            return partial(count, self._rank, ports.model.iteration)
+
         used = Ports(
-            ports.memory, ports.capturer, ports.trainer, self._control, ports.lane, ports.clock, self._owners,
-            self._rooms,
+            memory=ports.memory, capturer=ports.capturer, trainer=ports.trainer, control=self._control,
+            executor=ports.lane, clock=ports.clock, owners=self._owners, buffer_specs=self._rooms,
+            counts=counts if count else None,
         )  # fmt: skip
         return Coordinator(self._job, self._strategy, used, worker, persister)
 

@@ -202,7 +202,7 @@ class StagedRank:
             self._phase, self._journal = StepPhase.UPDATED, journal_of(self._rank, iteration)
             self._with_stage(b"weights")
             self._stands(iteration, self._journal)
-            coordinator.step_end(iteration, None, self._journal)
+            coordinator.step_end(iteration, self._journal)
             self._logs.committed(iteration, self._journal, ports.trainer.scalars(), coordinator.oldest_base)
             self._parker.keep_only(None)
         coordinator.shutdown()
@@ -310,8 +310,8 @@ class StagedRank:
         replicator = Replicator(self._data, self._peers, self._owners) if self._of.replicas else None
         worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
         used = Ports(
-            ports.memory, ports.capturer, ports.trainer, self._control, ports.lane, ports.clock, self._owners,
-            self._rooms,
+            memory=ports.memory, capturer=ports.capturer, trainer=ports.trainer, control=self._control,
+            executor=ports.lane, clock=ports.clock, owners=self._owners, buffer_specs=self._rooms,
         )  # fmt: skip
         return Coordinator(self._job, self._strategy, used, worker, None)
 

@@ -77,10 +77,9 @@ ROWS = {
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.preconditions": Row("config contradictions errors features runtime", "megatron.core torch"),
-    f"{ENGINE}.beginning": Row("errors in_place megatron_state resharding runtime", "torch"),
     f"{ENGINE}.manager": Row(
-        "beginning config errors in_place local_recovery megatron_state policy preconditions recovery runtime seats"
-        " snapshot strategies types",
+        "config errors in_place local_recovery megatron_state preconditions recovery runtime seats"
+        " strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge": Row("config errors features manager megatron_state ports", "megatron.core"),

@@ -13,12 +13,11 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, UsageError
 from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
-from megatron.core.dist_checkpointing.moe.runtime import iteration_hooks
+from megatron.core.dist_checkpointing.moe.runtime import iterations
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector
-from megatron.core.dist_checkpointing.moe.runtime.iteration_hooks import IterationHooks
-from megatron.core.dist_checkpointing.moe.runtime.step_order import ORDER, LoopCall, LoopPhase, StepOrder
+from megatron.core.dist_checkpointing.moe.runtime.iterations import ORDER, Iterations, LoopCall, LoopPhase
+from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
-from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
 from megatron.core.dist_checkpointing.moe.seats.heartbeat import Doing, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.types import StepJournal
@@ -38,17 +37,18 @@ class Optimizer:
         return True, 0.5, None
 
 
-class Noting(Unprotected):
+class Noting(Session):
     """Notes what it is called for."""
 
     protects = True
 
     def __init__(self, replayed: int = 0, *, recovers: bool = False) -> None:
         self.calls: list[Any] = []
+        super().__init__()
         self.replayed, self.recovers = replayed, recovers
 
     @property
-    def is_replaying(self) -> bool:
+    def is_replaying(self) -> bool:  # type: ignore[override]
         return self.replayed > 0
 
     def begin(self, iteration: int) -> None:
@@ -73,8 +73,9 @@ class Noting(Unprotected):
         self.replayed -= 1
         self.calls.append(("stepped", step.grad_norm))
 
-    def step_end(self, iteration: int, journal: StepJournal) -> None:
-        self.calls.append(("step_end", iteration, journal))
+    @property
+    def coordinator(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(step_end=lambda iteration, journal: self.calls.append(("step_end", iteration, journal)))
 
     def failure(self, cause: Cause) -> None:
         self.calls.append(cause)
@@ -91,13 +92,13 @@ class Loop:
         self.config = SimpleNamespace(finalize_model_grads_func=lambda chunks, num_tokens=None: None)
         faults, self.termination = FaultInjector([], 0, None), Termination()
         live: Any = (self.optimizer, self.config, self.trainer)
-        self.hooks = IterationHooks(self.session, *live, faults, self.termination, replays=replays)
-        self.hooks.arm()
+        self.hooks = Iterations(self.session, *live, faults=faults, termination=self.termination, replays=replays)
+        self.hooks.restored()
 
 
 @pytest.fixture(autouse=True)
 def connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration_hooks, "close_connections", lambda: 0)
+    monkeypatch.setattr(iterations, "close_connections", lambda: 0)
 
 
 def test_three_calls_are_enough_and_come_in_the_order_that_a_session_needs() -> None:
@@ -128,7 +129,7 @@ def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_r
     recovers: bool, doing: Doing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Heartbeat(str(tmp_path))
-    monkeypatch.setattr(iteration_hooks, "own_heartbeat", lambda: own)
+    monkeypatch.setattr(iterations, "own_heartbeat", lambda: own)
     loop = Loop(Noting(recovers=recovers))
     loop.hooks.begin()
     said = [read_beat(tmp_path, os.getpid())]
@@ -235,17 +236,13 @@ def test_the_optimizer_is_left_as_it_was_found() -> None:
 def test_every_phase_of_a_loop_can_be_left_and_no_call_is_without_a_place() -> None:
     assert {phase for phase, _ in ORDER} == set(LoopPhase) == set(ORDER.values())
     assert {call for _, call in ORDER} == set(LoopCall)
-    order = StepOrder()
-    for call in (LoopCall.FORWARD_BACKWARD, LoopCall.STEP, LoopCall.STEP_DONE, LoopCall.AFTER_STEP):
-        order.follow(call, 1)
-    assert order.phase is LoopPhase.BETWEEN
 
 
 def test_passes_that_are_interrupted_leave_no_auxiliary_losses_of_half_an_iteration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted = [1.0]
-    monkeypatch.setattr(iteration_hooks, "forget_auxiliary_losses", noted.clear)
+    monkeypatch.setattr(iterations, "forget_auxiliary_losses", noted.clear)
 
     def pass_once(loop: Loop, *errors: Exception) -> None:
         with loop.hooks.forward_backward():
@@ -283,9 +280,9 @@ class Standing:
 def running(watcher: Standing, left: list[Cause | None]) -> Any:
     """The block of `run`, entered, of a manager that notes why it leaves."""
     fields = {
-        "_session": SimpleNamespace(parks=False, leases=None), "iteration": 3, "_train_iters": 5,
-        "finish": lambda **options: None,
-        "_watch": lambda: watcher, "_termination": Termination(), "_leave": lambda error, cause: left.append(cause),
+        "_session": SimpleNamespace(parks=False, protects=True, leases=None), "iteration": 3, "_train_iters": 5,
+        "finish": lambda **options: None, "_finished": False,
+        "_watch": lambda: watcher, "_termination": Termination(), "leave": lambda error, cause: left.append(cause),
     }  # fmt: skip
     block = MoECheckpointManager.run(SimpleNamespace(**fields))  # type: ignore[arg-type]
     block.__enter__()

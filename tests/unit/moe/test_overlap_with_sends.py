@@ -10,7 +10,7 @@ import torch
 from megatron_flags import judged, model_of
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointManager
-from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 
@@ -19,7 +19,7 @@ FLAGS = """--device cuda --num-layers 4 --hidden-size 32 --num-attention-heads 4
 --disable-bias-linear --pipeline-model-parallel-size 2 --bf16""".split()
 
 
-class Protecting(Unprotected):
+class Protecting(Session):
     """A session that has something to copy."""
 
     protects = True
@@ -41,7 +41,7 @@ def stock() -> TransformerConfig:
     return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
 
 
-def managed(config: TransformerConfig, session: Unprotected) -> None:
+def managed(config: TransformerConfig, session: Session) -> None:
     chunk = torch.nn.Module()
     chunk.config = config  # type: ignore[assignment]
     numbers = {"train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1}
@@ -66,5 +66,5 @@ def test_a_loop_sends_without_waits_once_it_is_protected(
 
 def test_without_protection_a_loop_sends_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     config = stock()
-    managed(config, Unprotected())
+    managed(config, Session())
     assert waits_for_the_device(config, monkeypatch) == 1

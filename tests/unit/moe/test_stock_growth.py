@@ -108,7 +108,12 @@ def test_the_loop_leaves_with_its_memory_kept_once_nodes_wait(tmp_path: Path, mo
     manager = Manager(loop.calls)
     manager.is_told_to_end = False
     hooks = Hooks(loop, "0.19.2", manager)
-    with one_rank(), pytest.raises(NewProcessesNeeded), hooks, installed(loop, hooks.by_name(), "0.19.2"):
+    with (
+        one_rank(),
+        pytest.raises(NewProcessesNeeded),
+        hooks,
+        installed(loop, hooks.by_name(), "0.19.2", is_on=hooks.is_on),
+    ):
         loop.pretrain()
     said = " ".join(loop.calls)
     assert said.count("passes") == 2, said

@@ -23,7 +23,8 @@ def train(args: Any, manager: Manager | None = None, removed: str | None = None,
     manager.calls = loop.calls
     hooks = Hooks(loop, "0.19.2", manager)
     wrapped = dict(hooks.by_name()) | ({removed: Call.go_on} if removed else {})
-    with one_rank(), contextlib.suppress(SystemExit), hooks, installed(loop, wrapped, "0.19.2"):
+    installing = installed(loop, wrapped, "0.19.2", is_on=hooks.is_on)
+    with one_rank(), contextlib.suppress(SystemExit), hooks, installing:
         loop.pretrain()
     return " ".join(loop.calls)
 

@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +36,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
-from .beginning import Beginning, RunAgain
 from .config import MoECheckpointConfig
 from .errors import MoECheckpointError, Terminated, UsageError
 from .in_place.building import own_build
@@ -46,7 +43,6 @@ from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.partitions import random_draws
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
-from .policy.parking import Cause
 from .preconditions import (
     let_copies_run_beside_sends,
     refuse_contradictions,
@@ -55,27 +51,25 @@ from .preconditions import (
 )
 from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.disconnect import close_connections, is_lost_peer
-from .runtime.faults import FaultInjector, Phase, parse_fault
-from .runtime.iteration_hooks import IterationHooks
+from .runtime.faults import Phase, fault_injector
+from .runtime.iterations import Iterations, LoopCall, LoopPhase
 from .runtime.leases import leases_without_session
 from .runtime.live_state import Training
 from .runtime.nccl_settings import process_group_backend, process_group_timeout_s, wrong_settings
 from .runtime.process_info import ProcessInfo
-from .runtime.session import Session
-from .runtime.step_order import LoopCall
+from .runtime.protected_session import ProtectedSession
+from .runtime.session import Request, RunAgain, Session
 from .runtime.termination import Termination
-from .runtime.unprotected import Unprotected
 from .runtime.watcher import PATIENCE_S, Watcher, stood_down
 from .seats.heartbeat import own_heartbeat
 from .seats.seat import own_seat
-from .snapshot.coordinator import ProtectionReport
 from .strategies import STRATEGIES
 from .types import StepJournal
 
 log = logging.getLogger(__name__)
 
 
-class MoECheckpointManager:
+class MoECheckpointManager(Iterations):
     """Protects one training process, and brings it back after a fault; all ranks make the same calls.
 
     Args:
@@ -112,55 +106,51 @@ class MoECheckpointManager:
         state: LoopState | None = None,
         place: ProcessInfo | None = None,
         timestamps: Timestamps | None = None,
-        session: Session | Unprotected | None = None,
+        session: Session | None = None,
         save: str | None = None,
     ) -> None:
         config, place = config or MoECheckpointConfig(), place or ProcessInfo.from_environment()
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._train_iters, transformer = train_iters, get_model_config(chunks[0])
-        self._config = config
-        self._where = "memory of an older layout" if config.persist_dir is None else "--moe-ckpt-persist-dir"
+        self._train_iters, transformer, self._given = train_iters, get_model_config(chunks[0]), 0
         refuse_contradictions(config, chunks[0], transformer)
         if config.elastic is not None:
             refuse_sizes_that_do_not_fit(config, transformer, global_batch_size, micro_batch_size)
         refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
         draws = "" if config.reshard == "inexact" else random_draws(transformer)
-        self._trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
+        trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
         if config.strategy != "none" and own_build().answers is not None:
             own_seat().keep(close_connections)
-        if session is None and config.strategy == "none" and save is not None:
-            session = Unprotected(leases_without_session(config, save, place))
-        self._session: Session | Unprotected = session or Unprotected()
-        if session is None and config.strategy != "none":
+        if session is None and config.strategy == "none":
+            session = Session(leases_without_session(config, save, place) if save is not None else None)
+        elif session is None:
             microbatches = global_batch_size // (micro_batch_size * parallel_state.get_data_parallel_world_size())
             training = Training(
                 chunks,
                 optimizer,
-                self._trainer,
+                trainer,
                 tokens_per_iteration=global_batch_size * seq_length,
                 iterations=train_iters,
                 topk=getattr(transformer, "moe_router_topk", None) or 1,
                 passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
                 save=save,
             )
-            self._session = Session(config, training, place, timestamps)
-        if self._session.protects:
+            session = ProtectedSession(config, training, place, timestamps)
+        if session.protects:
             let_copies_run_beside_sends(chunks)
-        self._faults = _fault_injector(config, self._session.job_id or place.job_here)
-        self._termination, self._finished, self._given, self._seat = Termination(), False, 0, own_seat()
-        self._hooks = IterationHooks(
-            self._session,
+            for line in wrong_settings():
+                if torch.distributed.get_rank() == 0:
+                    log.warning("%s", line)
+        rank = torch.distributed.get_rank() if config.inject_fault else 0
+        super().__init__(
+            session,
             optimizer,
             transformer,
-            self._trainer,
-            self._faults,
-            self._termination,
+            trainer,
+            faults=fault_injector(config.inject_fault, rank, session.job_id or place.job_here),
+            termination=Termination(),
             replays=config.strategy != "none" and STRATEGIES[config.strategy].replays,
+            is_active=session.protects or bool(config.inject_fault),
         )
-        self._is_active = self._session.protects or bool(config.inject_fault)
-        for line in wrong_settings() if self._session.protects else ():
-            if torch.distributed.get_rank() == 0:
-                log.warning("%s", line)
 
     # Before training.
 
@@ -196,17 +186,13 @@ class MoECheckpointManager:
         """
         run_again = None if asked_for else run_again
         own_heartbeat().loads()
-        begin = Beginning(
-            self._session, load, newest, run_again, asked_for=asked_for, where=self._where,
-            replay_tolerance=self._config.replay_tolerance, takes_over=self._config.takes_over,
-        )  # fmt: skip
         try:
-            begin(self._trainer)
+            request = Request(load, newest, asked_for, run_again, own_build().survivors)
+            self._session.restore(self._trainer, request)
         except BaseException:
             self.abandon()
             raise
-        if self._is_active:
-            self._hooks.arm()
+        self.restored()
         return self.iteration
 
     @contextlib.contextmanager
@@ -236,7 +222,8 @@ class MoECheckpointManager:
                     cause = stood_down(watcher)
                 lost_a_peer = cause is not None or isinstance(error, Terminated) or is_lost_peer(error)
                 own_heartbeat().rest(lost_a_peer=lost_a_peer)
-                self._leave(error, cause)
+                if self._session.protects and not self._finished:  # else this rank is gone soon enough
+                    self.leave(error, cause)
             raise
         finally:
             own_heartbeat().rest(lost_a_peer=lost_a_peer)
@@ -245,23 +232,6 @@ class MoECheckpointManager:
             self._termination.uninstall()
             if self._session.leases is not None:
                 self._session.leases.leave()
-
-    def begin(self) -> None:
-        """Protect training from here on, or make ready for iterations that are run again; a collective.
-
-        Made by the first call of an iteration if the loop does not. The model's `config.finalize_model_grads_func` has
-        to be set by then.
-        """
-        if self._is_active:
-            self._hooks.begin()
-
-    def rejoin(self) -> bool:
-        """Wait until all ranks stand at one iteration, when nothing is to be replayed any more; a collective.
-
-        Returns whether training was brought back after a fault. Made by the first call of the next iteration if the
-        loop does not. Raises PeerLost.
-        """
-        return self._is_active and self._hooks.rejoin()
 
     def iterations(self) -> Iterator[int]:
         """The iterations to run, from 1, each followed by `after_step`; those that are run again come first."""
@@ -272,52 +242,6 @@ class MoECheckpointManager:
         while self.iteration < self._train_iters:
             yield self._next()
 
-    # In each iteration.
-
-    @contextlib.contextmanager
-    def forward_backward(self) -> Iterator[None]:
-        """A block around the forward and backward passes of an iteration, and the reduction of gradients."""
-        if not self._is_active:
-            yield
-            return
-        with self._hooks.forward_backward():
-            yield
-
-    def step_done(self) -> None:
-        """The scheduler has stepped and the loop has counted: the state after the iteration is complete.
-
-        Worth a call before evaluation or anything else that may lose a peer; `after_step` makes it otherwise.
-        """
-        if self._is_active:
-            self._hooks.step_done()
-
-    def after_step(self, loss: float | None = None) -> ProtectionReport | None:
-        """Protect the iteration, or in a replay take what was recorded of it; once in each iteration.
-
-        Args:
-            loss: As the attribute, where it becomes known after the step.
-
-        Returns:
-            What checkpointing did; None without a strategy and in a replay.
-
-        Raises:
-            UsageError: It was called twice, or without a step.
-            CheckpointFailure: Protection was lost, and `strict` is set.
-            ReplayDiverged: A replayed iteration came out otherwise than recorded: leave, so that the next start of the
-                job takes another way back.
-        """
-        was_replaying, report = self.is_replaying, None
-        if self._session.leases is not None:
-            self._session.leases.check()
-        if self._is_active:
-            report = self._hooks.after_step(loss)
-        else:
-            self._trainer.iteration += 1
-        if not was_replaying:
-            self._seat.training()
-        own_heartbeat().moved()
-        return report
-
     def reported(self) -> None:
         """The iteration's numbers were written down: a recovery of its state need not write them again."""
         self._session.reported(self.iteration)
@@ -327,20 +251,10 @@ class MoECheckpointManager:
         """A dense checkpoint was saved or scheduled; a point at which faults can be injected."""
         self._faults.reached(self.iteration, Phase.SAVE)
 
-    def finish(self, *, keep_memory: bool = False) -> None:
-        """End well, before the block of `run` does; a collective. keep_memory: for another start of the same job."""
-        if self._finished:
-            return
-        if self._is_active:
-            self._hooks.finish(keep_memory=keep_memory)
-        if self._session.leases is not None:
-            self._session.leases.release()
-        self._finished = True
-
     def abandon(self) -> bool:
         """Training has ended with an error and begins anew in this process, with another manager: let go of threads,
         connections and memory. Whether all work beside training has come to an end. See `in_place`."""
-        self._hooks.disarm()
+        self.detach()
         if self._session.leases is not None:
             self._session.leases.leave()
         return self._session.abandon()
@@ -349,10 +263,6 @@ class MoECheckpointManager:
     def is_told_to_end(self) -> bool:
         """Whether SIGTERM has come."""
         return self._termination.is_requested
-
-    def detach(self) -> None:
-        """Take what was hung on the optimizer off it; the next `forward_backward` puts it back."""
-        self._hooks.disarm()
 
     # What a loop may ask.
 
@@ -401,21 +311,6 @@ class MoECheckpointManager:
         """How the recovered iteration came out where its numbers were not written down by this rank."""
         return self._session.unreported
 
-    @property
-    def loss(self) -> float | None:
-        """Mean loss of the iteration over all ranks; set by the loop between passes and step, where it is known (on the
-        last pipeline stage). Replays are checked with it."""
-        return self._hooks.loss
-
-    @loss.setter
-    def loss(self, loss: float | None) -> None:
-        self._hooks.loss = loss
-
-    @property
-    def stall_s(self) -> float:
-        """How long the last optimizer step waited for copies, in seconds."""
-        return self._hooks.stall_s
-
     def _next(self) -> int:
         """The iteration that comes now. Raises UsageError if the one before it was given out and not made."""
         iteration = self.iteration + 1
@@ -426,11 +321,6 @@ class MoECheckpointManager:
             )
         self._given = iteration
         return iteration
-
-    def _leave(self, error: BaseException, interrupted: Cause | None) -> None:
-        # With nothing to put aside this rank is gone soon enough.
-        if self._session.protects and not self._finished:
-            self._hooks.leave(error, interrupted)
 
     def _watch(self) -> Watcher | None:
         """Begin to watch this process; None where nothing is protected."""
@@ -445,14 +335,7 @@ class MoECheckpointManager:
             PATIENCE_S["nccl" if "nccl" in backend else "gloo"],
             # Torch's own watchdog would do it, were it not told to leave errors alone.
             stall_s=process_group_timeout_s() if "nccl" in backend else None,
-            is_in_iteration=lambda: not self._hooks.is_between,
+            is_in_iteration=lambda: self._phase is not LoopPhase.BETWEEN,
         )
         watcher.start()
         return watcher
-
-
-def _fault_injector(config: MoECheckpointConfig, job_id: str) -> FaultInjector:
-    """What it fired is remembered across restarts of the job."""
-    points = [parse_fault(text) for text in config.inject_fault]
-    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{job_id}"
-    return FaultInjector(points, torch.distributed.get_rank() if points else 0, ledger)

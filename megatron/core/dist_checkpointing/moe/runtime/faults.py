@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Collection
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -107,6 +108,19 @@ class FaultInjector:
         self._waiting.discard(point)
         if self._ledger_dir is None or _record(self._ledger_dir, point):
             self._kill()
+
+
+def fault_injector(points: Sequence[str], rank: int, job_id: str) -> FaultInjector:
+    """What it fired is remembered across restarts of the job.
+
+    Args:
+        points: As `parse_fault` reads them.
+        rank: This rank.
+        job_id: Of the job.
+    """
+    parsed = [parse_fault(text) for text in points]
+    ledger = Path(tempfile.gettempdir()) / f"moe-ckpt-faults-{job_id}"
+    return FaultInjector(parsed, rank, ledger)
 
 
 def _record(ledger_dir: Path, point: FaultPoint) -> bool:

@@ -58,7 +58,7 @@ CountsUnderWay = Callable[[], TokenCounts]
 CountRows = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ports:
     """What the coordinator works with.
 
@@ -76,6 +76,10 @@ class Ports:
         steps: records steps for peers that follow them; None where peers are sent state.
         strict: whether less protection than was asked for ends training.
         waits: of this rank's pipeline stage, in which copies begin first; None: copies are spread evenly.
+        before_snapshot: called when a step has ended, while no copy is under way.
+        counts: takes what gives the routed tokens of the iteration that ends, by layer and from any thread.
+        beyond: as `counts`, the tokens that were processed beyond capacities.
+        after_snapshot: called when the copies of an iteration have begun, with its journal.
     """
 
     memory: MappedStore
@@ -94,6 +98,10 @@ class Ports:
     stopwatch: Stopwatch | None = None
     steps: StepRecorder | None = None
     waits: PipelineWaits | None = None
+    before_snapshot: Callable[[], None] = lambda: None
+    counts: Callable[[], CountsUnderWay] | None = None
+    beyond: Callable[[], CountsUnderWay] | None = None
+    after_snapshot: Callable[[int, StepJournal], None] = lambda iteration, journal: None
 
     @property
     def taker(self) -> Taker:
@@ -193,42 +201,42 @@ class Coordinator:
         self._iteration = state.target
         self._tracker.resume(state)
 
-    def step_end(
-        self,
-        iteration: int,
-        counts: CountsUnderWay | None = None,
-        journal: StepJournal | None = None,
-        beyond: CountsUnderWay | None = None,
-    ) -> None:
-        """After the optimizer's step (and evaluation) of `iteration`.
+    def step_end(self, iteration: int, journal: StepJournal) -> None:
+        """After the optimizer's step (and evaluation) of an iteration.
 
         Args:
-            counts: gives this rank's routed tokens by layer, from any thread.
-            journal: the outcome of the step, which a replay needs.
-            beyond: as `counts`, the tokens that were processed beyond capacities.
+            iteration: Whose state is complete.
+            journal: The outcome of the step, which a replay needs.
         """
-        begun_s, tally = self._ports.clock.now_s(), self._tally
+        ports, tally = self._ports, self._tally
+        ports.before_snapshot()
+        counts, beyond = ports.counts and ports.counts(), ports.beyond and ports.beyond()
+        begun_s = ports.clock.now_s()
         self._note_passes()
         self._stopwatch.pause()
         tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
         self._step_ended_s, self._iteration = begun_s, iteration
         self._background.check()
         pace = (
-            Throughput(tally.passes_s, self._ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
+            Throughput(tally.passes_s, ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
             if self._strategy.needs_throughput
             else None
         )
-        step = self._ports.steps.take() if self._ports.steps is not None else None
+        step = ports.steps.take() if ports.steps is not None else None
         plan = self._planned(iteration)
         if plan is not None:
-            scalars: dict[str, Json] = {"trainer": self._ports.trainer.scalars()}
-            if journal is not None:
-                scalars["journal"] = journal.to_data()
-            self._copying = self._begin(plan, scalars, step)
+            scalars = {"trainer": ports.trainer.scalars(), "journal": journal.to_data()}
+            task, copies = self._opened(plan, scalars, step)
+            self._copying = task
+            if task.writers is not None:
+                nbytes = sum(layout.nbytes for layout, _ in copies)
+                ports.capturer.begin(copies, self._pace(nbytes))
+                tally.snapshot_bytes += nbytes
         if self._in_contact:
             self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.owed else None)
         tally.last_stall_s = self._stopwatch.resume()
         tally.stall_s += tally.last_stall_s
+        ports.after_snapshot(iteration, journal)
 
     def before_optimizer(self) -> float:
         """Before the next optimizer step may change the state; returns the seconds for which training stood still."""
@@ -355,8 +363,10 @@ class Coordinator:
         ports = self._ports
         return memory_report_of(self._buffer_specs, self._job, ports.control.rank, len(ports.owners), ports.log_bytes())
 
-    def _begin(self, plan: SnapshotPlan, scalars: Mapping[str, Json], step: RecordedStep | None) -> SnapshotTask:
-        """Reserve memory and begin to copy; without room this rank takes part in the round all the same."""
+    def _opened(
+        self, plan: SnapshotPlan, scalars: Mapping[str, Json], step: RecordedStep | None
+    ) -> tuple[SnapshotTask, list[tuple[Layout, MappedWriter]]]:
+        """Reserve memory, and say what to copy where; without room this rank takes part in the round all the same."""
         pieces = self._strategy.pieces(plan)
         capturer = self._ports.capturer
         held = [
@@ -364,15 +374,10 @@ class Coordinator:
             for at, piece in enumerate(pieces)
             if at == 0 or not capturer.operators.isdisjoint(piece.plan.parts)
         ]
-        layouts = [layout for _, layout in held]
         task = SnapshotTask(plan, pieces, None, scalars, step=step)
         self._tracker.open(task)
         task.writers = self._reserved(task, held)
-        if task.writers is not None:
-            nbytes = sum(layout.nbytes for layout in layouts)
-            capturer.begin(list(zip(layouts, task.writers, strict=True)), self._pace(nbytes))
-            self._tally.snapshot_bytes += nbytes
-        return task
+        return task, [(layout, writer) for (_, layout), writer in zip(held, task.writers or (), strict=False)]
 
     def _pace(self, nbytes: int) -> Pace:
         """When the chunks of a copy of so many bytes may begin."""

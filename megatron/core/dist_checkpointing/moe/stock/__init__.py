@@ -61,9 +61,9 @@ def protected[Result](
         core = version("megatron-core")
         survivors = Survivors(loop, core, connect)
         hooks = Hooks(loop, core, MoECheckpointManager, report, survivors, recover_only=recover_only)
-        saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS)
+        saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS, is_on=hooks.is_on)
         synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
-        training = installed(loop, hooks.by_name(), core)
+        training = installed(loop, hooks.by_name(), core, is_on=hooks.is_on)
         background = ending_with_their_trainer()
         with shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
             return pretrain(*arguments, **options)

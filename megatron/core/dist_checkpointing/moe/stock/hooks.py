@@ -108,7 +108,9 @@ class Hooks:
 
     def by_name(self) -> Mapping[str, Hook]:
         """For `seams.installed`."""
-        within = {
+        return {
+            "setup_model_and_optimizer": self._setup,
+            "load_checkpoint": self._load_checkpoint,
             "build_train_valid_test_data_iterators": self._build_data,
             "train": self._train,
             "get_forward_backward_func": self._get_forward_backward_func,
@@ -123,15 +125,14 @@ class Hooks:
             "logical_and_across_model_parallel_group": self._reduce,
             "reduce_max_stat_across_model_parallel_group": self._reduce,
         }
-        protected = {name: functools.partial(self._if_protected, hook) for name, hook in within.items()}
-        return {"setup_model_and_optimizer": self._setup, "load_checkpoint": self._load_checkpoint, **protected}
 
     def of_saving(self) -> Mapping[str, Hook]:
         """For `seams.installed`, of core's functions."""
-        return {"save": functools.partial(self._if_protected, self._save_shards), "load": self._load_shards}
+        return {"save": self._save_shards, "load": self._load_shards}
 
-    def _if_protected(self, hook: Hook, call: Call) -> Any:
-        return call.go_on() if self._manager is None else hook(call)
+    def is_on(self, name: str) -> bool:
+        """Whether the hook of this name is to be called now: most only protect what is there."""
+        return self._manager is not None or name in ("setup_model_and_optimizer", "load_checkpoint", "load")
 
     def _setup(self, call: Call) -> Any:
         args = self._args = self._loop.get_args()

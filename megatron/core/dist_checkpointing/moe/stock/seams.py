@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -155,11 +156,21 @@ Hook = Callable[[Call], Any]
 
 @contextlib.contextmanager
 def installed(
-    loop: Any, hooks: Mapping[str, Hook], version: str, seams: tuple[Seam, ...] | None = None
+    loop: Any,
+    hooks: Mapping[str, Hook],
+    version: str,
+    seams: tuple[Seam, ...] | None = None,
+    *,
+    is_on: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[None]:
-    """Call `hooks`, by the names of seams, around the functions of the module `loop` in this block.
+    """Call hooks around the functions of a module in this block.
 
-    seams: of that module; by default those of the loop of this version.
+    Args:
+        loop: The module.
+        hooks: By the names of seams.
+        version: Of Megatron-Core.
+        seams: Of the module; by default those of the loop of this version.
+        is_on: Whether the hook of this name is to be called now, and not the original alone.
 
     Raises:
         UsageError: The loop is not as it was when the hooks were written, or somebody else wrapped a function first.
@@ -168,7 +179,7 @@ def installed(
     seams = seams_of(version) if seams is None else seams
     check(loop, seams, version)
     originals = {seam.name: getattr(loop, seam.name) for seam in seams}
-    wrappers = {name: _wrapper(original, hooks[name]) for name, original in originals.items()}
+    wrappers = {name: _wrapper(original, hooks[name], partial(is_on, name)) for name, original in originals.items()}
     for name, wrapper in wrappers.items():
         setattr(loop, name, wrapper)
     try:
@@ -176,7 +187,7 @@ def installed(
     finally:
         for name, wrapper in wrappers.items():
             # Who wrapped ours meanwhile keeps the wrapper, which from here on does nothing but call the original.
-            wrapper.hook = Call.go_on
+            wrapper.is_on = lambda: False
             if getattr(loop, name) is wrapper:
                 setattr(loop, name, originals[name])
 
@@ -212,11 +223,12 @@ def _is_original(function: Any, seam: Seam) -> bool:
     )
 
 
-def _wrapper(original: Callable[..., Any], hook: Hook) -> Any:
+def _wrapper(original: Callable[..., Any], hook: Hook, is_on: Callable[[], bool]) -> Any:
     @functools.wraps(original)
     def wrapper(*arguments: Any, **options: Any) -> Any:
-        call: Hook = wrapper.hook  # type: ignore[attr-defined]
-        return call(Call(original, arguments, options))
+        if wrapper.is_on():  # type: ignore[attr-defined]
+            return hook(Call(original, arguments, options))
+        return original(*arguments, **options)
 
-    wrapper.hook = hook  # type: ignore[attr-defined]
+    wrapper.is_on = is_on  # type: ignore[attr-defined]
     return wrapper

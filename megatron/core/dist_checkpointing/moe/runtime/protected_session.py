@@ -1,0 +1,517 @@
+"""Protection of one training process from start to end: real ports around the recovery and the coordinator.
+
+It brings the job back first (`restart`), until all ranks stand at one iteration. From there on its `coordinator` makes,
+replicates and persists snapshots, and its `survivor` logs what goes over stage boundaries and parks this rank's state
+when a peer is lost.
+
+What ranks do here together is done in one order on all of them, or it hangs: nearly every step of the constructor, and
+each call up to `rejoin`, is a collective over transports of its own, never over training's groups; a problem of one
+rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..config import MoECheckpointConfig
+from ..errors import format_error
+from ..local_recovery.survivor import Survivor
+from ..megatron_state.adam_steps import AdamSteps, check_repeatable
+from ..megatron_state.capacity import RouterCapacity, drops_tokens
+from ..megatron_state.model_operators import model_operators
+from ..megatron_state.popularity import TokenCounter
+from ..policy.lineage import attempt_name, continued, number_of
+from ..policy.parking import Cause
+from ..ports import Execution, Layout
+from ..recovery.diverged import DivergenceNotes
+from ..recovery.kept_state import keep, take
+from ..recovery.recovery import Recovery
+from ..recovery.restoring import RecoveryPorts
+from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
+from ..replication.agreement import raise_on_all_ranks
+from ..replication.replicator import Replicator
+from ..snapshot.background import ThreadExecutor
+from ..snapshot.buffers import gathered_sizes, gathered_unchanging
+from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
+from ..snapshot.identity import Identity
+from ..snapshot.persisting import CopyOrder
+from ..snapshot.pipeline_waits import BubbleSends
+from ..snapshot.stopwatch import CudaStopwatch
+from ..snapshot.workers import Persister, ReplicationWorker
+from ..storage.job_secret import read_secret
+from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
+from ..types import StepJournal
+from ..versions import check_versions, found_versions
+from .clock import SystemClock
+from .leases import Leases
+from .live_state import LiveState, Training
+from .older_layout import OlderLayout
+from .opening import Transports, introduced, own_connection, parallel_layout, placed_topology
+from .persist_agent import PersistAgent, wait_for_agent
+from .process_info import (
+    PATIENCE_ADVICE,
+    ProcessInfo,
+    memory_folder,
+    open_persistent,
+    replicas_placed,
+    slot_of,
+    take_over_renamed,
+)
+from .rank_memory import RankMemory
+from .restart import Restart
+from .session import Request, Session
+from .stage_waits import StageWaits
+from .status import StatusBoard
+
+log = logging.getLogger(__name__)
+
+
+class ProtectedSession(Session):
+    """Opened by the constructor, which raises UsageError on all ranks alike for flags, models and folders that cannot
+    work.
+
+    Args:
+        config: The settings.
+        training: What is trained.
+        place: Where this process runs.
+        timestamps: What this process passed so far.
+
+    Attributes:
+        restart: Brings training back.
+        job, strategy: What is planned from, and what plans.
+        topology, state, memory: The layout of the job; live state, and memory for snapshots, of this rank.
+        control, data, patient: Transports: of agreements, of replicas, and of a recovery, which may wait for long.
+        peers, owners: The ranks that keep replicas of this one, and those whose replicas it keeps.
+        survivor: What logs and parks for local recovery; None where a recovery cannot be local.
+        held: What is let go at the end, in the order against that of opening.
+    """
+
+    protects = True
+
+    def __init__(
+        self, config: MoECheckpointConfig, training: Training, place: ProcessInfo, timestamps: Timestamps | None = None
+    ) -> None:
+        self.config, self.training, self._place = config, training, place
+        self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
+        self._rank, self._began = torch.distributed.get_rank(), False
+        self.held = ExitStack()
+        self.survivor: Survivor | None = None
+        self._waits: StageWaits | None = None
+        self._counter: TokenCounter | None = None
+        self._boost: RouterCapacity | None = None
+        self._agent: PersistAgent | None = None
+        with ExitStack() as opening:
+            opening.callback(self._close)
+            self._connect()
+            execution = self._choose_strategy()
+            self._open_memory()
+            self._prepare_restart(execution)
+            self._count_tokens()
+            opening.pop_all()
+        self._timestamps.mark(Milestone.BUILT)
+
+    # Opening.
+
+    def _connect(self) -> None:
+        config, store = self.config, _get_default_store()
+        endpoints, job_id, run, nodes = introduced(store, config, self._place)
+        self._place = place = replace(self._place, job_id=job_id)
+        self.job_id, self._address = job_id, endpoints[self._rank].address
+        self._store = own_connection(store, config.timeout_s)
+        self.control, self.data, self.patient, self.links = Transports.connected(self._store, config, endpoints)
+        for one in (self.control, self.data, self.patient):
+            self.held.callback(one.close)
+        self.held.callback(self.links.forget)
+        # Over the transport with the longest patience: rank 0 may have to watch a lease for a while.
+        leases = self.leases = Leases(config, self.training.save, place, run)
+        self.held.callback(lambda: leases.leave() if self._began else leases.release())
+        raise_on_all_ranks(self.patient, leases.acquire)
+        self._together(self._check_versions)
+        self._together(lambda: take_over_renamed(config, place, nodes))
+        # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
+        self.topology = self._together(lambda: placed_topology(self.control, place))
+        # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
+        self.state = self._together(lambda: LiveState(self.training, self.topology, config, self._rank))
+        self.held.callback(self.state.close)
+
+    def _check_versions(self) -> None:
+        strategy = self.config.strategy
+        for line in check_versions(found_versions(), strategy if STRATEGIES[strategy].replays else None):
+            if self._rank == 0:
+                log.warning("%s", line)
+
+    def _choose_strategy(self) -> Execution | None:
+        """The strategy, which plans from sizes of all ranks, and who keeps whose replicas; what replays, if it does.
+
+        What cannot be repeated or replayed is refused before it is needed, and before any memory is taken.
+        """
+        config, training = self.config, self.training
+        self.job = Job(
+            config,
+            model_operators(training.chunks),
+            self.topology,
+            training.tokens_per_iteration,
+            training.iterations,
+            training.topk,
+            tied_embeddings=self.state.ties_embeddings,
+            sizes=gathered_sizes(self.state.capturer, self.control),
+            drops_tokens=bool(self.control.total([int(drops_tokens(training.chunks))])[0]),
+            unchanging=gathered_unchanging(self.state.unchanging, self.state.capturer.operators, self.control),
+        )
+        self.strategy: Strategy = self._together(lambda: STRATEGIES[config.strategy](self.job))
+        placement = self._together(lambda: replicas_placed(config, self.topology))
+        self.peers, self.owners = placement.peers[self._rank], placement.kept_by[self._rank]
+        self._follows = config.replicate == "gradients" and self.job.replicas > 0
+        if self._follows:
+            self._together(lambda: check_repeatable(training.optimizer, self.state.live.stepped))
+        return self._together(self.state.execution) if self.strategy.replays else None
+
+    def _open_memory(self) -> None:
+        config, state, layout = self.config, self.state, parallel_layout(self.topology, self.config.shard)
+        self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, state.layout))
+        self._together(lambda: wait_for_agent(slot_of(config, self._place), config.persist_agent_s))
+        places = config, self._place, self.job, self.strategy, state, self.training
+        self.memory = RankMemory(*places, self.control, self.owners, self._clock)
+        self.held.callback(lambda: self.memory.close(began=self._began))
+        self.memory.open()
+        self.survivor = self.memory.survivor
+        if self.survivor is not None:
+            self.parks, self.communicator = True, self.survivor.communicator
+            self.held.callback(self.survivor.end, keep_memory=True)
+        if config.copy_placement == "bubbles":
+            self._waits = self._together(self._stage_waits)
+            self.communicator = self._waits.communicator
+        self._identity = Identity(self.job_id, layout, state.capturer.operators, config.strategy)
+        self._times_left = left_in(self.memory.store.directory)
+        # All ranks give the attempt one name. It comes behind the attempts whose faults are not over; when it is known
+        # what earlier ones left, `_protect` puts it behind these, too.
+        number = 1 + max((number_of(left["attempt"]) for left in self._times_left), default=0)
+        told = cast("list[tuple[int, str]]", self.control.gather([number, secrets.token_hex(4)]))
+        self._token = told[0][1]
+        self._attempt = attempt_name(max(number for number, _ in told), self._token)
+
+    def _stage_waits(self) -> StageWaits:
+        passes, on_device = self.training.passes, self.state.on_device
+        return StageWaits.of(passes, self.topology, self._rank, self.communicator, on_device=on_device)
+
+    def _prepare_restart(self, execution: Execution | None) -> None:
+        facts, places = self._identity.topology, (self._place, self.memory.store, self._persistent)
+        live = partial(self.state.layout, facts)
+        older = OlderLayout(self.config, *places, facts, live, self.patient, self._address)
+        self.held.callback(older.close)
+        ports = RecoveryPorts(
+            self.memory.store,
+            older.storage,
+            self.patient,
+            self.state.restorer,
+            self.training.trainer,
+            self._clock,
+            execution=execution,
+            make_room=self.memory.make_room,
+            standby=self.survivor.store if self.survivor is not None else None,
+            boundary=self.memory.stage_source,
+            timestamps=self._timestamps,
+            notes=DivergenceNotes(self.memory.store.directory),
+            kept=take(self.training.optimizer),
+            restored=older.restored,
+            is_spared=older.is_spared,
+            older=older.timelines,
+        )
+        recovery = Recovery(self.job, self.strategy, ports, self._identity, self.owners)
+        self.held.callback(recovery.close)
+        if execution is not None:
+            self.held.callback(execution.thaw)
+        self.restart = Restart(
+            recovery,
+            older,
+            config=self.config,
+            state=self.state,
+            identity=self._identity,
+            strategy=self.strategy,
+            survivor=self.survivor,
+            control=self.control,
+            renew_strategy=self._renew_strategy,
+        )
+
+    def _renew_strategy(self) -> None:
+        """Begin anew with one that has learned nothing from a recovery that came to nothing."""
+        self.strategy = STRATEGIES[self.config.strategy](self.job)
+        self.memory.fit_strategy(self.strategy)
+
+    def _count_tokens(self) -> None:
+        chunks = self.training.chunks
+        if self.strategy.counts_tokens:
+            self._counter = TokenCounter(chunks, gate_unit=GATE_UNIT if self.strategy.counts_gates else None)
+            self.held.callback(self._counter.close)
+        if self.strategy.makes_up:
+            self._boost = RouterCapacity(chunks, self.config.capacity_boost)
+            self.held.callback(self._boost.close)
+
+    def _together[T](self, work: Callable[[], T]) -> T:
+        return raise_on_all_ranks(self.control, work)
+
+    # Before training.
+
+    def restore(self, trainer: Any, request: Request) -> None:
+        self.restart.restore(trainer, request)
+
+    def begin(self, iteration: int) -> None:
+        if not self.restart.prepare(iteration):
+            self._protect(iteration)
+
+    def stepped(self, step: StepJournal) -> None:
+        self.restart.replayed(step)
+
+    def rejoin(self) -> bool:
+        if self.coordinator is None:
+            outcome = self.restart.rejoin()
+            if self._counter is not None:
+                self._counter.take()  # these tokens were counted when the iterations ran first
+            self._protect(outcome.plan.target)
+        return self.restart.outcome is not None
+
+    @property
+    def is_replaying(self) -> bool:  # type: ignore[override]
+        return self.restart.is_replaying
+
+    @property
+    def replays_alone(self) -> bool:  # type: ignore[override]
+        return self.restart.replay is not None and self.restart.replay.alone
+
+    @property
+    def repeats_steps(self) -> bool:  # type: ignore[override]
+        return self.restart.repeats_steps
+
+    def _protect(self, iteration: int) -> None:
+        """Protect training, which stands after `iteration` on all ranks."""
+        outcome = self.restart.outcome
+        self.patient.close()
+        self._attempt = attempt_name(max(number_of(self._attempt), self.restart.recovery.next_attempt), self._token)
+        timeline = continued(outcome.timeline if outcome is not None else (), self._attempt, iteration)
+        identity = replace(self._identity, timeline=timeline)
+        self.coordinator, self._began = self._make_coordinator(identity), True
+        self._status = StatusBoard(self.memory.store.directory, self._store, self._facts())
+        self.held.callback(self._status.close)
+        if outcome is not None:
+            self.coordinator.resume(outcome.restored)
+        if self._boost is not None:
+            self._boost.owe(self.strategy.owed)
+        if self.survivor is not None:
+            self.survivor.attend(identity, iteration)
+            self.memory.fit_logs()
+            self._report_parking_budget(self.survivor)
+        self._timestamps.mark(Milestone.REJOINED)
+        if outcome is not None:
+            times = self._timestamps, self._times_left
+            episode = gather_timeline(self.control, *times, outcome.plan, self.topology)
+            self.episode = episode.with_outcome(outcome.table)
+            for line in self.episode.lines() if self._rank == 0 else ():
+                log.info("%s", line)
+        forget(self.memory.store.directory)
+
+    def _make_coordinator(self, identity: Identity) -> Coordinator:
+        """What copies, replicates, keeps and persists snapshots under this name."""
+        memory, state, waits = self.memory, self.state, self._waits
+        ports = Ports(
+            memory=memory.store,
+            capturer=state.capturer,
+            trainer=self.training.trainer,
+            control=self.control,
+            executor=ThreadExecutor,
+            clock=self._clock,
+            owners=self.owners,
+            buffer_specs=memory.specs,
+            before_resize=state.release_segments,
+            log_bytes=memory.log_bytes,
+            room=memory.room,
+            standby_bytes=memory.standby_bytes,
+            strict=self.config.strict,
+            stopwatch=CudaStopwatch() if state.on_device else None,
+            steps=self._step_recorder(),
+            waits=waits.waits if waits is not None else None,
+            before_snapshot=self._before_snapshot,
+            counts=self._counter.take if self._counter is not None else None,
+            beyond=self._boost.take if self._boost is not None else None,
+            after_snapshot=self._after_snapshot,
+        )
+        sends = BubbleSends(waits.waits) if waits is not None else None
+        replicates = self.peers or self.owners
+        replicator = Replicator(self.data, self.peers, self.owners, sends) if replicates else None
+        worker = ReplicationWorker(
+            memory.store, replicator, self.data, self._clock, identity, owners=self.owners, sends_steps=self._follows
+        )
+        return Coordinator(self.job, self.strategy, ports, worker, self._persister(identity))
+
+    def _persister(self, identity: Identity) -> Persister | None:
+        capturer = self.state.capturer
+        if self._persistent is None:
+            return None
+
+        def layout(piece: Piece, index: int) -> Layout:
+            return capturer.layout(piece.plan, trainer=index == 0)
+
+        places, varying = (self.memory.store, self._persistent, self._rank), self.state.varying
+        announce = self._announce_to_agent()
+        return Persister(*places, identity, layout, clock=self._clock, varying=varying, announce=announce)
+
+    def _announce_to_agent(self) -> Callable[[Sequence[CopyOrder]], None]:
+        """What tells the process that outlives this one what is being persisted; nothing where none is asked for."""
+        config = self.config
+        if config.persist_agent_s is None or config.persist_dir is None:
+            return lambda orders: None
+        facts = config.persist_dir, self._rank, config.persist_agent_s, read_secret(config.secret_file)
+        try:
+            self._agent = PersistAgent(self.memory.store.directory, *facts)
+        except OSError as error:
+            log.error("rank %d: no process will finish what it persists: %s", self._rank, format_error(error))
+            return lambda orders: None
+        self.held.callback(self._agent.close)
+        return self._agent.announce
+
+    def _step_recorder(self) -> AdamSteps | None:
+        """What records steps for peers that follow them."""
+        if not self._follows:
+            if self.config.replicate != "state" and self._rank == 0:
+                log.warning("--moe-ckpt-replicate %s has no effect: no replicas are kept", self.config.replicate)
+            return None
+        steps = AdamSteps(self.training.optimizer, self.state.live.stepped)
+        self.held.callback(steps.close)
+        if self._rank == 0:
+            log.info("gradients for peers take at most %.3f GB of this process", steps.most_bytes / 1e9)
+        return steps
+
+    def _report_parking_budget(self, survivor: Survivor) -> None:
+        if self._rank == 0:
+            budget = survivor.parking_budget()
+            log.info("%s", budget)
+            if not budget.fits:
+                log.warning("that may not suffice for all ranks of a node at once: %s", PATIENCE_ADVICE)
+
+    def _facts(self) -> Mapping[str, Any]:
+        """Who this is, for whoever asks for the status of the job."""
+        return {
+            "rank": self._rank,
+            "world_size": self.topology.world_size,
+            "node": self._place.node,
+            "job": self.job_id,
+            "strategy": self.config.strategy,
+        }
+
+    # In each iteration.
+
+    def passes(self, iteration: int) -> None:
+        if self._waits is not None:
+            self._waits.waits.begin()
+        if self.survivor is not None:
+            replay = self.restart.replay  # what it sends again is in this rank's logs already, but for lost ones
+            self.survivor.passes(iteration, logged=replay is None or iteration in replay.unlogged)
+
+    def reduced(self) -> None:
+        if self._waits is not None:
+            self._waits.reduced()
+        if self.survivor is not None:
+            self.survivor.reduced()
+
+    def before_optimizer(self) -> float:
+        return self.coordinator.before_optimizer() if self.coordinator is not None else 0.0
+
+    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+        return self.survivor.stepping(iteration, loss, num_tokens) if self.survivor is not None else nullcontext()
+
+    def whole(self, iteration: int, journal: StepJournal) -> None:
+        if self.survivor is not None and not self.is_replaying:
+            self.survivor.whole(iteration, journal)
+
+    def _before_snapshot(self) -> None:
+        """No copy is under way."""
+        assert self.coordinator is not None
+        self.restart.older.protected(self.coordinator.newest_protected)
+        if self.survivor is not None:
+            self.memory.fit_logs()
+
+    def _after_snapshot(self, iteration: int, journal: StepJournal) -> None:
+        """Copies of the state after `iteration` have begun."""
+        assert self.coordinator is not None
+        if self._boost is not None:
+            self._boost.owe(self.strategy.owed)
+        if self.survivor is not None:
+            self.survivor.committed(iteration, journal, self.coordinator.oldest_base)
+
+    def report(self) -> ProtectionReport:
+        assert self.coordinator is not None
+        report = self.coordinator.report()
+        self._status.show(report)
+        return report
+
+    def reported(self, iteration: int) -> None:
+        if self.survivor is not None:
+            self.survivor.reported(iteration)
+
+    @property
+    def unreported(self) -> StepJournal | None:  # type: ignore[override]
+        if self.survivor is None or self.restart.outcome is None:
+            return None
+        return self.survivor.unreported(self.restart.outcome.plan.target)
+
+    # At the end.
+
+    def interrupt(self, *, force: bool) -> bool:
+        """See `StepGuard.interrupt`. Where nothing is parked, no step needs protection."""
+        return self.survivor is None or self.survivor.interrupt(force=force)
+
+    def failure(self, cause: Cause) -> None:
+        if self._boost is not None:
+            self._boost.close()
+        self._timestamps.mark(Milestone.DETECTED)
+        if self.coordinator is not None:
+            self._status.close()
+            self.coordinator.failure()
+        if self.survivor is not None:
+            problem = self.survivor.park(cause, self.strategy.to_data(), dict(self._timestamps.times()))
+            if problem:
+                log.info("rank %d: %s", self._rank, problem)
+        self._timestamps.mark(Milestone.PARKED)
+        self._timestamps.leave(self.memory.store.directory, self._attempt)
+
+    def abandon(self) -> bool:
+        has_ended = self.coordinator is None or self.coordinator.abandon()
+        self._close()
+        if self.survivor is not None and self.survivor.kept is not None:
+            keep(self.training.optimizer, self.survivor.kept)
+        return has_ended
+
+    def _close(self) -> None:
+        """Let go of everything; what is sealed in memory stays."""
+        try:
+            self.held.close()
+        except Exception as error:  # connections may be lost: whoever speaks through them fails
+            log.debug("while a session was given up: %s", format_error(error))
+
+    def shutdown(self, *, keep_memory: bool) -> None:
+        assert self.coordinator is not None
+        store = self.memory.store
+        self._status.close()
+        self.coordinator.shutdown()
+        if self._agent is not None:
+            self._agent.close()
+        if self._boost is not None:
+            self._boost.close()
+        if self.survivor is not None:
+            self.survivor.end(keep_memory=keep_memory)
+        if keep_memory:
+            store.close()
+        else:
+            store.remove()
+            with suppress(OSError):  # other processes of the node may still be there
+                (memory_folder(self.config) / self._place.node).rmdir()
+        for transport in (self.control, self.data):
+            transport.close()

@@ -1,0 +1,303 @@
+"""What a rank does between its start and the iteration at which all ranks train.
+
+`Restart.restore` takes the newest usable state of memory, storage and dense checkpoints. After it the ranks of a job
+may stand apart: those of the stages that lost their state have to run iterations again (a Replay), a rank that missed
+one step makes it with the gradients that it had kept (a roll forward), the others wait with the state that they had
+parked. Each does its part alone, in any order, and all meet in `rejoin`.
+
+A second fault may strike meanwhile. So from its own target on each rank parks, and logs, under the timeline that is
+being recovered: what is kept then belongs to the past of this recovery and not to an attempt of its own, and the next
+restart can use it. Within a replay or a roll forward a rank keeps nothing: what it began from is still sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from ..config import MoECheckpointConfig
+from ..errors import NewProcessesNeeded, NoExactState, ReplayDiverged, UnreadableCheckpoint, UsageError
+from ..local_recovery.survivor import Survivor
+from ..megatron_state.trainer_state import LiveTrainerState
+from ..policy.parking import StepPhase
+from ..ports import Transport
+from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
+from ..replay.densify import Replay
+from ..resharding.windows import OlderWindow
+from ..snapshot.identity import Identity
+from ..strategies import Strategy
+from ..types import RecoveryPlan, StepJournal
+from .live_state import LiveState
+from .older_layout import OlderLayout
+from .session import Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Restart:
+    """Sequence: `restore`; `prepare`; `replayed` after each iteration while `is_replaying`; `rejoin`.
+
+    Args:
+        recovery: Finds snapshots of this layout, and restores from them.
+        older: Finds those of other layouts.
+        config: The settings.
+        state: Live state of this rank.
+        identity: Of the job's snapshots.
+        strategy: Plans what is recovered.
+        survivor: Parks and logs on this rank; None where faults roll back all stages.
+        control: To all ranks.
+        renew_strategy: Called where training begins from another state than any that was found.
+
+    Attributes:
+        outcome: What came of the recovery, once all ranks stand where they stood.
+    """
+
+    recovery: Recovery
+    older: OlderLayout
+    config: MoECheckpointConfig
+    state: LiveState
+    identity: Identity
+    strategy: Strategy
+    survivor: Survivor | None
+    control: Transport
+    renew_strategy: Callable[[], None]
+    outcome: RecoveryOutcome | None = None
+    _todo: Replay | Waiting | None = None
+
+    # From nothing to a state.
+
+    def restore(self, trainer: LiveTrainerState, request: Request) -> None:
+        """See `Session.restore`."""
+        recovery, load, older = self.recovery, request.load, -1
+        plan = self.look()
+        if plan is not None and (recovery.is_own if request.asked_for else plan.target >= request.newest):
+            if self._is_restored(trainer):
+                return
+            self._refuse_after_damage(request)
+        elif plan is not None and not request.asked_for:
+            older = plan.target
+        if request.survivors:
+            raise NewProcessesNeeded(
+                f"{request.survivors} ranks have kept their processes, and nothing in memory or storage brings them"
+                " back: all ranks start anew"
+            )
+        if plan is None and not request.asked_for:
+            self._refuse_strangers(request, *recovery.of_others)
+        if plan is None and request.run_again is not None and self._is_run_again(trainer, request):
+            return
+        if plan is None:
+            self._refuse_to_begin_anew(request)
+        if plan is None and self._unusable and load is None:
+            raise UsageError(
+                f"{self._where} has snapshots that this job cannot use: {self._unusable}; give --load, or"
+                " another folder to begin at iteration 0"
+            )
+        if load is not None and not self._is_loaded(load, trainer, request, older):
+            return
+        if recovery.diverged and self.control.rank == 0:
+            again = "those up to %d are trained again, since no replay leads there exactly"
+            log.warning(f"training goes on from iteration %d: {again}", trainer.iteration, recovery.newest_iteration)
+        self.older.discard()
+        self._discard_own()
+
+    def look(self) -> RecoveryPlan | None:
+        """What an earlier attempt left and what can be made of it; None when that is nothing."""
+        return self.recovery.look()
+
+    def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
+        """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""
+        result = self.recovery.carry_out()
+        if isinstance(result, RecoveryOutcome):
+            self._end(result)
+        else:
+            self._todo = result
+        return result
+
+    def _is_restored(self, trainer: LiveTrainerState) -> bool:
+        """Whether what was planned could be restored; else nothing is left of what live state was."""
+        if self.carry_out() is None:
+            self.state.clear_counters()  # what routers count has no place in a checkpoint that is loaded
+            return False
+        # Kernels of a GPU and of a CPU differ, so a replay would say in its first iteration that it diverged.
+        if self.repeats_steps and trainer.of_another_device and not self.config.replay_tolerance:
+            raise UsageError(
+                f"{self._where} has windows that were made on another kind of device, and their iterations have to be"
+                " run again, which no other device does to the last bit: start on that kind of device, or give"
+                " --moe-ckpt-replay-tolerance to accept how much losses differ"
+            )
+        return True
+
+    def _is_run_again(self, trainer: LiveTrainerState, request: Request) -> bool:
+        """Whether training begins from a sparse window of another layout, whose iterations run again in this one."""
+        own = self.older.window
+        found = self.control.gather(asdict(own) if own is not None else None)[0]  # one for all ranks
+        window = OlderWindow(**cast("dict[str, Any]", found)) if found is not None else None
+        if window is None or window.last <= request.newest:
+            return False
+        if window.job != self.identity.job and not self.config.takes_over(window.job):
+            self._refuse_strangers(request, window.last, window.job)
+        assert request.run_again is not None
+        trainer.iteration = request.run_again(window, self.older.copy_to)
+        self._refresh()
+        self.older.restored(trainer.iteration)  # what that layout left stays until a snapshot of this one is protected
+        self._discard_own()
+        return True
+
+    def _is_loaded(self, load: Callable[[], int], trainer: LiveTrainerState, request: Request, older: int) -> bool:
+        """Whether training begins from what `load` gives, and not from a snapshot that proves newer.
+
+        older: iteration of snapshots that were passed by for a newer checkpoint, which may prove damaged; -1 for none.
+        """
+        try:
+            trainer.iteration = load()
+        except UnreadableCheckpoint as error:
+            if older < 0:
+                raise
+            log.warning("%s", error)
+            trainer.iteration = -1
+        self._refresh()
+        if trainer.iteration >= older:
+            return True
+        log.warning(
+            "of what was saved up to iteration %d the newest intact state is a snapshot after %d",
+            request.newest, older,
+        )  # fmt: skip
+        if self._is_restored(trainer):
+            return False
+        trainer.iteration = load()
+        self._refresh()
+        return True
+
+    def _refresh(self) -> None:
+        """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
+        self.state.refresh()
+        self.recovery.restore_through(self.state.restorer)
+        if self.survivor is not None:
+            self.survivor.live = self.state.live
+
+    def _discard_own(self) -> None:
+        """Free what is in memory in the layout of this job."""
+        self.recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
+        self.renew_strategy()
+
+    @property
+    def _where(self) -> str:
+        """Whose snapshots may be unusable, for people."""
+        return "memory of an older layout" if self.config.persist_dir is None else "--moe-ckpt-persist-dir"
+
+    @property
+    def _unusable(self) -> str:
+        """Why snapshots in storage, or of another layout, cannot be used by this job; empty if there are none."""
+        return self.recovery.unusable or self.older.unusable
+
+    def _refuse_strangers(self, request: Request, iteration: int, job: str) -> None:
+        """A state of another job is not taken for this one's, nor passed by unsaid where it is the newest."""
+        if iteration > request.newest:
+            raise UsageError(
+                f"{self._where} holds iteration {iteration} of job {job}, and this is job {self.identity.job}: give"
+                f" --moe-ckpt-take-over {job} to go on from it, or start under its id (torchrun --rdzv-id), or take"
+                " another folder"
+            )
+
+    def _refuse_after_damage(self, request: Request) -> None:
+        self._refuse_to_begin_anew(request)
+        if request.load is None and not request.survivors:
+            raise UsageError(
+                "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
+                " give --load with an older checkpoint, or remove them to begin at iteration 0"
+            )
+
+    def _refuse_to_begin_anew(self, request: Request) -> None:
+        """Training that came far must not begin at iteration 0 because a replay differs in a bit: a user decides."""
+        if (request.load is None or request.newest < 0) and self.recovery.diverged:
+            raise NoExactState(
+                f"{'; '.join(map(str, self.recovery.diverged))}; nothing older is left. All copies stay in memory and"
+                " storage: give --load with a checkpoint, --moe-ckpt-replay-tolerance to accept how much losses differ,"
+                " or remove the copies to begin at iteration 0"
+            )
+
+    # From there to the iteration at which all ranks stand.
+
+    @property
+    def replay(self) -> Replay | None:
+        """The iterations that this rank runs again, up to `rejoin`."""
+        return self._todo if isinstance(self._todo, Replay) else None
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether some iterations are still to be run again."""
+        return self.replay is not None and not self.replay.is_done
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether any rank runs iterations, or steps, again; the same on all."""
+        plan = self.recovery.plan
+        return plan is not None and (any(segment.replayed for segment in plan.segments) or bool(plan.roll_forward))
+
+    def prepare(self, iteration: int) -> bool:
+        """Arm the replay, from `iteration` on, or roll forward; whether `rejoin` has to follow."""
+        if self.replay is not None:
+            self._attend(iteration, StepPhase.REPLAYING)
+            self.replay.begin()
+            self._feed()
+        elif isinstance(self._todo, Waiting):
+            if self._todo.roll is not None:
+                assert self.survivor is not None
+                self._attend(self._todo.roll.iteration - 1, StepPhase.ROLLING_FORWARD)
+                self.survivor.roll_forward(self._todo.roll)
+            self._attend(self._target, StepPhase.REJOINING)
+        return self._todo is not None
+
+    def replayed(self, step: StepJournal) -> None:
+        """An iteration was run again. Raises ReplayDiverged when it came out otherwise than recorded."""
+        replay = self.replay
+        assert replay is not None
+        iteration, recorded = replay.iteration, replay.journal
+        try:
+            replay.stepped(step)
+        except ReplayDiverged as error:
+            self.recovery.note_divergence(iteration, str(error))
+            raise
+        if self.survivor is not None:
+            journal = replace(recorded, lm_loss=step.lm_loss)
+            self.survivor.replayed(iteration, journal, logged=iteration in replay.unlogged)
+        self._feed()
+
+    def rejoin(self) -> RecoveryOutcome:
+        """Wait until all ranks stand at the target. Raises PeerLost."""
+        waited = isinstance(self._todo, Waiting) and self._todo.roll is None
+        if not waited and self.survivor is not None:
+            # Here too the next replay should not have to begin before this state.
+            self.recovery.close()  # all is read, and what is parked now needs the memory of what was parked before
+            self._attend(self._target, StepPhase.REJOINING)
+            if problem := self.survivor.park_anew(self.strategy.to_data()):
+                log.warning("rank %d: %s", self.control.rank, problem)
+        outcome = self.recovery.finish(self.replay)
+        self._todo = None
+        self._end(outcome)
+        return outcome
+
+    @property
+    def _target(self) -> int:
+        assert self.recovery.plan is not None
+        return self.recovery.plan.target
+
+    def _end(self, outcome: RecoveryOutcome) -> None:
+        self.outcome = outcome
+        for line in outcome.table.lines() if self.control.rank == 0 else ():
+            log.info("%s", line)
+
+    def _attend(self, iteration: int, phase: StepPhase) -> None:
+        """What is parked or logged now belongs to the past that is being recovered."""
+        if self.survivor is not None:
+            identity = replace(self.identity, timeline=self.recovery.timeline)
+            self.survivor.attend(identity, iteration, phase)
+            self.survivor.fit(self.strategy.lookback)
+
+    def _feed(self) -> None:
+        """What stages outside of the replay sent comes from their logs."""
+        if self.survivor is not None and self.replay is not None:
+            self.survivor.communicator.source = self.replay.boundary
