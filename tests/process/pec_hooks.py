@@ -20,7 +20,8 @@ import torch
 def watched(folder: str) -> Iterator[None]:
     """Write down each snapshot's bytes and experts, the state after each iteration, and each recovery."""
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
-    from megatron.core.dist_checkpointing.moe.strategies import Pec, Selective
+    from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
+    from megatron.core.dist_checkpointing.moe.strategies.selective import Selective
     from megatron.core.dist_checkpointing.moe.types import Part
 
     whole, restore, report = ProtectedSession.whole, ProtectedSession.restore, ProtectedSession.report

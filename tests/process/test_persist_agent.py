@@ -12,7 +12,7 @@ from fault_hooks import cut_off_while_persisting
 from runs import Layout, Train
 from test_protection import assert_same_end, undisturbed
 
-from megatron.core.dist_checkpointing.moe.runtime.persist_agent import wait_for_agent
+from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import wait_for_agent
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")

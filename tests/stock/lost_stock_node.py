@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lost_node import lose_node
 
 import pretrain_gpt_moe
+from megatron.core.dist_checkpointing.moe.extensions.elastic.growth import Growth
 from megatron.core.dist_checkpointing.moe.runtime import faults
-from megatron.core.dist_checkpointing.moe.stock.growth import Growth
 
 
 def take_time() -> None:

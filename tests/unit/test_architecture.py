@@ -58,19 +58,34 @@ ROWS = {
     f"{ENGINE}.features": Row("config", standard=PURE),
     f"{ENGINE}.ports": Row(VALUES),
     f"{ENGINE}.policy": Row(VALUES, standard=PURE),
-    f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE),
+    f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE | {"importlib"}),
+    # The table of extensions, and where they take part; each is imported by jobs that ask for it.
+    f"{ENGINE}.extensions": Row("config ports types"),
     f"{ENGINE}.storage": Row(f"{VALUES} boot_clock", "fsspec msgspec numpy psutil xxhash"),
     f"{ENGINE}.replication": Row("errors boot_clock ports storage", "msgspec numpy torch xxhash"),
     f"{ENGINE}.seats": Row("errors boot_clock"),
     f"{ENGINE}.core_versions": Row("errors seats", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
-    f"{ENGINE}.snapshot": Row(f"{PARTS} storage replication megatron_state", "numpy torch"),
+    f"{ENGINE}.snapshot": Row(f"{PARTS} extensions storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
-        f"{WORKERS} versions config core_versions replication local_recovery resharding seats", "megatron.core torch"
+        f"{WORKERS} extensions versions config core_versions replication local_recovery resharding seats",
+        "megatron.core torch",
+    ),
+    f"{ENGINE}.extensions.bubbles": Row(
+        f"{VALUES} extensions policy ports replication snapshot local_recovery", "megatron.core torch"
+    ),
+    f"{ENGINE}.extensions.capacity_boost": Row("extensions policy types megatron_state", "megatron.core torch"),
+    f"{ENGINE}.extensions.elastic": Row("config errors seats", "torch"),
+    f"{ENGINE}.extensions.gradient_replicas": Row(
+        f"{VALUES} extensions policy ports replication strategies megatron_state", "megatron.core torch"
+    ),
+    f"{ENGINE}.extensions.persist_agent": Row("errors extensions replication runtime snapshot storage"),
+    f"{ENGINE}.extensions.shard": Row(
+        f"{VALUES} extensions policy strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
         "errors core_versions megatron_state replay replication runtime seats", "megatron.core torch"
@@ -91,12 +106,12 @@ ROWS = {
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
     f"{ENGINE}.dense_saves": Row("errors replay storage", "torch", "dense"),
-    f"{ENGINE}.partial_saves": Row(
-        "config dense_saves errors megatron_state policy storage", "megatron.core torch", "dense"
+    f"{ENGINE}.extensions.partial_saves": Row(
+        "dense_saves errors megatron_state storage", "megatron.core torch", "dense"
     ),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay recovery seats in_place snapshot strategies config contradictions features"
-        " manager runtime dense_saves partial_saves core_versions resharding storage",
+        " manager runtime dense_saves extensions policy core_versions resharding storage",
         "megatron.core psutil torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
@@ -229,6 +244,18 @@ def test_rows_name_only_rows_above_them() -> None:
     order = list(ROWS)
     late = [(key, name) for key in order for name in allowed(key) - {key} if order.index(name) > order.index(key)]
     assert late == []
+
+
+EXTENDED = f"{ENGINE}.extensions."
+LOSSY = tuple(f"{ENGINE}.strategies.{name}" for name in ("lossy", "pec", "selective"))
+
+
+def test_what_every_job_imports_knows_no_extension_and_no_lossy_strategy() -> None:
+    """Rows do not tell of strategies, which are in one, nor of modules that are taken by name."""
+    outside = [path for path in FILES if module_of(path).startswith(f"{ENGINE}.")]
+    outside = [path for path in outside if not module_of(path).startswith((EXTENDED, *LOSSY))]
+    known = {name for path in outside for name in imports_of(path) if name.startswith((EXTENDED, *LOSSY))}
+    assert known == {f"{ENGINE}.extensions.base"}
 
 
 def test_no_row_allows_what_is_not_imported() -> None:

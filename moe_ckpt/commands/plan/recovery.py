@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Piece
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Piece, owners_of
 from megatron.core.dist_checkpointing.moe.types import (
     BoundaryLog,
     Copy,
@@ -138,7 +138,7 @@ def _config(name: str, window: int, interval: int, k: int) -> MoECheckpointConfi
     """The settings of a job with this strategy; those that only other strategies know are left out."""
     kind = STRATEGIES[name]
     given: dict[str, Any] = {"window": str(window), "pec_k_snapshot": k}
-    own = {setting: value for setting, value in given.items() if setting.startswith(kind.settings)}
+    own = {setting: value for setting, value in given.items() if name in owners_of(setting)}
     return MoECheckpointConfig(strategy=name, interval=interval if kind.at_intervals else 1, **own)
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.megatron_state.capacity import RouterCapacity, drops_tokens
+from megatron.core.dist_checkpointing.moe.extensions.capacity_boost.capacity import RouterCapacity
+from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import drops_tokens
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.core.transformer.moe import router as routing
 from megatron.core.transformer.moe.moe_utils import get_capacity

@@ -18,8 +18,9 @@ from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import UNBOUNDED, NodeMemory, Room, Taker, taken_bytes
 from megatron.core.dist_checkpointing.moe.storage.system import node_memory_bytes
-from megatron.core.dist_checkpointing.moe.strategies import Job, Sparse
+from megatron.core.dist_checkpointing.moe.strategies import Job
 from megatron.core.dist_checkpointing.moe.strategies.base import NO_BUFFERS
+from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
 
 OPERATORS = (OperatorId(0, OperatorKind.NON_EXPERT), *(expert(0, index) for index in range(4)))

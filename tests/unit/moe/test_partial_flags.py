@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.partial_saves.settings import refusals
+from megatron.core.dist_checkpointing.moe.stock.expert_save_flags import refusals
 
 SAVING = {
     "save": "here",

@@ -19,13 +19,13 @@ import pytest
 from descriptors import room_for_open_files
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.persist_agent import (
+from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import (
     LOCK,
     PersistAgent,
     last_line,
     wait_for_agent,
 )
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import CopyOrder, carry_out, line_of, orders_from
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
-from megatron.core.dist_checkpointing.moe.policy.bubbles import schedule_1f1b
-from megatron.core.dist_checkpointing.moe.policy.copy_placement import CopyPlacement, estimated_wait_share
-from megatron.core.dist_checkpointing.moe.snapshot import pipeline_waits
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import Span
-from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-from megatron.core.dist_checkpointing.moe.snapshot.pipeline_waits import (
+from megatron.core.dist_checkpointing.moe.extensions.bubbles import pipeline_waits
+from megatron.core.dist_checkpointing.moe.extensions.bubbles.copy_placement import CopyPlacement, estimated_wait_share
+from megatron.core.dist_checkpointing.moe.extensions.bubbles.pipeline_waits import (
     BubblePace,
     BubbleSends,
     DevicePipelineWaits,
     PipelineWaits,
-    WaitReport,
 )
+from megatron.core.dist_checkpointing.moe.extensions.bubbles.schedules import schedule_1f1b
+from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
+from megatron.core.dist_checkpointing.moe.snapshot.chunks import Span
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.types import Topology
+from megatron.core.dist_checkpointing.moe.types.journal import WaitReport
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 RATE = 1000.0  # bytes per second

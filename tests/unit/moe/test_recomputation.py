@@ -12,7 +12,8 @@ import torch
 from test_replicator import FakeTransport, Network
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.megatron_state.adam_steps import MOST_BUFFERS, AdamSteps
+from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.adam_steps import MOST_BUFFERS, AdamSteps
+from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.step_offers import PATIENCE, StepOffers
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import SteppedTensor, allocate_optimizer_state
 from megatron.core.dist_checkpointing.moe.policy.tracking import Status
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.step_offers import PATIENCE
 from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, SnapshotTask
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.strategies import Piece
@@ -98,7 +98,7 @@ class Pair:
         identity = Identity("job", {}, frozenset(OPERATORS if rank == OWNER else ()))
         replicator = Replicator(transport, peers, owners)
         return ReplicationWorker(
-            self.stores[rank], replicator, transport, SystemClock(), identity, owners=owners, sends_steps=True
+            self.stores[rank], replicator, transport, SystemClock(), identity, owners=owners, steps=StepOffers(rank)
         )
 
     def protect(self, iteration: int, *, recorded: bool = True) -> SnapshotTask:

@@ -11,7 +11,8 @@ import torch
 from megatron_flags import judged
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.megatron_state import sharing
+from megatron.core.dist_checkpointing.moe.extensions.shard import sharing
+from megatron.core.dist_checkpointing.moe.extensions.shard.sharing import Portion, join, share_out
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     GlobalName,
     Shard,
@@ -19,7 +20,6 @@ from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     StateTensor,
     holders,
 )
-from megatron.core.dist_checkpointing.moe.megatron_state.sharing import Portion, join, share_out
 from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import (
     FP32,

@@ -14,9 +14,9 @@ from stock_stand_in import Manager, arguments, one_rank, stand_in
 from megatron.core.dist_checkpointing.moe import preconditions
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewProcessesNeeded, PeerLost, Terminated, UsageError
+from megatron.core.dist_checkpointing.moe.extensions.elastic import growth
+from megatron.core.dist_checkpointing.moe.extensions.elastic.growth import Growth
 from megatron.core.dist_checkpointing.moe.seats.joining import FOLDER, Joining
-from megatron.core.dist_checkpointing.moe.stock import growth
-from megatron.core.dist_checkpointing.moe.stock.growth import Growth
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import installed
 
@@ -70,15 +70,9 @@ def test_a_rank_that_does_not_vote_is_lost(tmp_path: Path, monkeypatch: pytest.M
         Growth(ELASTIC, args(distributed_timeout_minutes=0.001), Joining(tmp_path)).ends_training(2)
 
 
-@pytest.mark.parametrize("config", [ELASTIC, MoECheckpointConfig(strategy="full")])
-def test_without_the_flag_or_a_launcher_nobody_votes(
-    config: MoECheckpointConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_launcher_nobody_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", None)
-    if config.elastic is None:
-        monkeypatch.setenv(FOLDER, str(tmp_path))
-        Joining(tmp_path).ask()
-    own = Growth(config, args())
+    own = Growth(ELASTIC, args())
     assert not own.ends_training(2)
     own.make_way(lambda: False)
 

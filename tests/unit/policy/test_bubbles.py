@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.bubbles import (
+from megatron.core.dist_checkpointing.moe.extensions.bubbles.schedules import (
     Bubbles,
     Pass,
     PipelineSchedule,

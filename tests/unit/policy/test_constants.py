@@ -7,7 +7,8 @@ import pytest
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.strategies import Full, Job
+from megatron.core.dist_checkpointing.moe.strategies import Job
+from megatron.core.dist_checkpointing.moe.strategies.full import Full
 from megatron.core.dist_checkpointing.moe.types import (
     CONSTANT,
     Copy,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions
-from megatron.core.dist_checkpointing.moe.policy.bubbles import Bubbles, schedule_1f1b
-from megatron.core.dist_checkpointing.moe.policy.copy_placement import CopyPlacement, estimated_wait_share
+from megatron.core.dist_checkpointing.moe.extensions.bubbles.copy_placement import CopyPlacement, estimated_wait_share
+from megatron.core.dist_checkpointing.moe.extensions.bubbles.schedules import Bubbles, schedule_1f1b
 
 
 def test_what_bubbles_have_time_for_waits_for_them_and_the_rest_is_spread_over_the_passes() -> None:

@@ -27,8 +27,9 @@ from sparse_cases import (
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.tracking import Status
-from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Sparse, Throughput
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
+from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (

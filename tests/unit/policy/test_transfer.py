@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.transfer import (
+from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.transfer import (
     TransferChoice,
     TransferCost,
     transfer,

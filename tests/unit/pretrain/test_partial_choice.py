@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.partial_saves.lineage import ExpertLineage
+from megatron.core.dist_checkpointing.moe.extensions.partial_saves.lineage import ExpertLineage
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 from moe_ckpt.dense.chain import Chain
 from moe_ckpt.dense.partial_saves import PartialSaves, after_loading

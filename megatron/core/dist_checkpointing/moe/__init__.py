@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .runtime.process_info import ProcessInfo as ProcessInfo
     from .seats.seat import take_seat as take_seat
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
-    from .snapshot.pipeline_waits import WaitReport as WaitReport
     from .types import StepJournal as StepJournal
+    from .types import WaitReport as WaitReport
 
 _MODULES = {
     "LoopState": "megatron_state.trainer_state",
@@ -36,7 +36,7 @@ _MODULES = {
     "ProtectionReport": "snapshot.coordinator",
     "StepJournal": "types",
     "Timestamps": "recovery.timeline",
-    "WaitReport": "snapshot.pipeline_waits",
+    "WaitReport": "types",
     "is_lost_peer": "runtime.disconnect",
     "set_for_parking": "runtime.nccl_settings",
     "take_seat": "seats.seat",

@@ -12,7 +12,7 @@ from .policy.determinism import DeviceSettings, obstacles
 from .policy.elastic import ElasticRange, unfit
 from .policy.memory_limit import MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, owners_of
 
 
 def contradictions(
@@ -59,7 +59,7 @@ def contradictions(
         yield (f"{_moe_flag(idle[0])} has no effect with --moe-ckpt-strategy none; choose {', '.join(names)} or {last}")
     if given.strategy != "none":
         for name in changed:
-            owners = [owner for owner, strategy in STRATEGIES.items() if name.startswith(strategy.settings)]
+            owners = owners_of(name)
             if owners and given.strategy not in owners:
                 yield f"{_moe_flag(name)} is for --moe-ckpt-strategy {owners[0]}, not {given.strategy}"
         yield from STRATEGIES[given.strategy].contradictions(given, num_experts)

@@ -187,3 +187,16 @@ def _in_layer(name: str, layer: TreeLayer, first_expert: int) -> GlobalName:
         )
     index = first_expert + int(found["sequential"] or found["grouped"])
     return GlobalName(expert(layer.number, index), f"{routed}{index}.{found['of_module'] or found['of_group']}")
+
+
+def routers_of(chunks: Sequence[torch.nn.Module]) -> list[TopKRouter]:
+    """All routers in the model chunks of this rank."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def drops_tokens(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether routers drop tokens beyond a capacity that can differ from expert to expert; padded ones are alike."""
+    configs = [router.config for router in routers_of(chunks)]
+    return any(
+        one.moe_expert_capacity_factor is not None and not one.moe_pad_expert_input_to_capacity for one in configs
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from ..errors import UnreadableCheckpoint, UsageError
-from ..ports import Clock, Manifest, MappedStore, MappedWriter, NoRoom, Reader, Record, SnapshotId
+from ..ports import Clock, Manifest, MappedReader, MappedStore, MappedWriter, NoRoom, Reader, Record, SnapshotId
 from ..storage.manifest import decode
-from . import recomputation
 from .messages import Ranges
 
 ALIGNMENT_BYTES = 64
@@ -17,18 +16,25 @@ PATIENCE_S = 10.0
 PAUSE_S = 0.005
 
 
+Follow = Callable[[bytearray, MappedReader, Manifest, memoryview], None]
+"""Makes a snapshot in this memory from a step, the snapshot before it and its manifest."""
+
+
 class StoreReplica:
     """A snapshot that is being received into a memory store."""
 
-    def __init__(self, store: MappedStore, writer: MappedWriter, manifest: Manifest) -> None:
-        self._store, self._writer, self._manifest = store, writer, manifest
+    def __init__(
+        self, store: MappedStore, writer: MappedWriter, manifest: Manifest, follow: Follow | None = None
+    ) -> None:
+        self._store, self._writer, self._manifest, self._follow = store, writer, manifest, follow
         self.buffer = writer.whole()
 
     def follow(self, step: bytearray) -> None:
         """Make the bytes from the state before and the step. Raises UnreadableCheckpoint."""
+        assert self._follow is not None
         base = replace(self._manifest.snapshot, iteration=self._manifest.snapshot.iteration - 1)
         with self._store.open(base) as reader:
-            recomputation.follow(step, reader, self._manifest, self.buffer)
+            self._follow(step, reader, self._manifest, self.buffer)
 
     def join(self, own: SnapshotId) -> None:
         """Copy what this rank's own snapshot has of it. Raises UnreadableCheckpoint."""
@@ -58,11 +64,18 @@ class ReplicaReceiver:
     """Takes snapshots of other ranks into a memory store.
 
     job: in which they must have been made, else this node would list them in vain after a fault; empty for any. rank:
-    whose own snapshots are in the store; None: nobody's.
+    whose own snapshots are in the store; None: nobody's. follow: makes a snapshot of a step, where peers send any.
     """
 
-    def __init__(self, store: MappedStore, clock: Clock, job: str = "", rank: int | None = None) -> None:
-        self._store, self._clock, self._job, self._rank = store, clock, job, rank
+    def __init__(
+        self,
+        store: MappedStore,
+        clock: Clock,
+        job: str = "",
+        rank: int | None = None,
+        follow: Follow | None = None,
+    ) -> None:
+        self._store, self._clock, self._job, self._rank, self._follow = store, clock, job, rank, follow
 
     def manifest(self, owner: int, data: bytes) -> Manifest:
         """What an owner says of a snapshot of its own. Raises UnreadableCheckpoint."""
@@ -95,6 +108,8 @@ class ReplicaReceiver:
     def can_follow(self, wanted: Manifest) -> bool:
         """Whether the state one iteration before this snapshot is here, so that it can be made from the step."""
         snapshot = wanted.snapshot
+        if self._follow is None:
+            return False
         try:
             with self._store.open(replace(snapshot, iteration=snapshot.iteration - 1)):
                 return True
@@ -128,7 +143,9 @@ class ReplicaReceiver:
         until_s = self._clock.now_s() + PATIENCE_S
         while True:
             try:
-                return StoreReplica(self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted)
+                return StoreReplica(
+                    self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted, self._follow
+                )
             except NoRoom:
                 # An owner that knows that older replicas are not needed may be a moment ahead of the rank that frees
                 # them.

@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
-from ..config import MoECheckpointConfig
+from ..extensions.base import Share
 from ..local_recovery.survivor import Live, Passes
 from ..megatron_state.completeness import check_complete
 from ..megatron_state.megatron import (
@@ -24,7 +24,6 @@ from ..megatron_state.megatron import (
 from ..megatron_state.optimizer_state import allocate_optimizer_state
 from ..megatron_state.partitions import random_draws, tensor_grids
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
-from ..megatron_state.sharing import Sharing, joining_restorer
 from ..policy.resharding import RecordKey
 from ..ports import Execution, Json, TrainerState
 from ..replay.execution import LiveExecution
@@ -34,7 +33,6 @@ from ..snapshot.copy_engines import CopyEngine, ThreadEngine
 from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
 from ..storage.numa import local_cpus
-from ..strategies import STRATEGIES
 from ..types import OperatorId, Topology
 
 
@@ -69,8 +67,8 @@ class LiveState:
     Args:
         training: What is trained.
         topology: The layout of the job.
-        config: Settings: who stores what several ranks hold, and whether snapshots select experts.
         rank: This rank.
+        share: Which part of it this rank stores; None: all of it.
 
     Raises:
         UsageError: The model or its optimizer cannot be protected.
@@ -83,9 +81,8 @@ class LiveState:
 
     varying: frozenset[str] = frozenset()
 
-    def __init__(self, training: Training, topology: Topology, config: MoECheckpointConfig, rank: int) -> None:
-        self._training, self._topology, self._shard, self._rank = training, topology, config.shard, rank
-        self._selects = STRATEGIES[config.strategy].selects
+    def __init__(self, training: Training, topology: Topology, rank: int, share: Share | None = None) -> None:
+        self._training, self._topology, self._rank, self._share = training, topology, rank, share
         self._engine: CopyEngine | None = None
         self.refresh()
 
@@ -101,11 +98,8 @@ class LiveState:
             self._locks = PageLocks() if self.on_device else None
             self._engine = StreamEngine(self._locks) if self.on_device else ThreadEngine()
         self.restorer, left_out = live_restorer(chunks, optimizer, self._topology), None
-        if self._shard != "none":
-            sharing = Sharing(self._shard, chunks, tensors, self._topology, self._rank, selects=self._selects)
-            self.restorer = joining_restorer(chunks, optimizer, sharing.portions)
-            tensors = tuple(part for portion in sharing.portions for part in portion.stored)
-            left_out, self.varying = sharing.left_out, sharing.varying
+        if self._share is not None:
+            tensors, self.restorer, left_out, self.varying = self._share(tensors)
         self._stored = tensors
         self.capturer = LiveCapturer(tensors, trainer, self._engine, left_out=left_out, varying=self.varying)
         stepped = stepped_parameters(chunks, optimizer, self._topology)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,10 +24,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import MoECheckpointConfig
 from ..errors import format_error
+from ..extensions import Additions, Extension, asked_for
 from ..local_recovery.survivor import Survivor
-from ..megatron_state.adam_steps import AdamSteps, check_repeatable
-from ..megatron_state.capacity import RouterCapacity, drops_tokens
 from ..megatron_state.model_operators import model_operators
+from ..megatron_state.module_tree import drops_tokens
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import attempt_name, continued, number_of
 from ..policy.parking import Cause
@@ -43,11 +43,8 @@ from ..snapshot.background import ThreadExecutor
 from ..snapshot.buffers import gathered_sizes, gathered_unchanging
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.identity import Identity
-from ..snapshot.persisting import CopyOrder
-from ..snapshot.pipeline_waits import BubbleSends
 from ..snapshot.stopwatch import CudaStopwatch
 from ..snapshot.workers import Persister, ReplicationWorker
-from ..storage.job_secret import read_secret
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
@@ -56,20 +53,17 @@ from .leases import Leases
 from .live_state import LiveState, Training
 from .older_layout import OlderLayout
 from .opening import Transports, introduced, own_connection, parallel_layout, placed_topology
-from .persist_agent import PersistAgent, wait_for_agent
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,
     memory_folder,
     open_persistent,
     replicas_placed,
-    slot_of,
     take_over_renamed,
 )
 from .rank_memory import RankMemory
 from .restart import Restart
 from .session import Request, Session
-from .stage_waits import StageWaits
 from .status import StatusBoard
 
 log = logging.getLogger(__name__)
@@ -100,15 +94,13 @@ class ProtectedSession(Session):
     def __init__(
         self, config: MoECheckpointConfig, training: Training, place: ProcessInfo, timestamps: Timestamps | None = None
     ) -> None:
-        self.config, self.training, self._place = config, training, place
+        self.config, self.training, self.place = config, training, place
         self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
         self._rank, self._began = torch.distributed.get_rank(), False
         self.held = ExitStack()
         self.survivor: Survivor | None = None
-        self._waits: StageWaits | None = None
         self._counter: TokenCounter | None = None
-        self._boost: RouterCapacity | None = None
-        self._agent: PersistAgent | None = None
+        self._extensions: tuple[Extension, ...] = tuple(kind(self) for kind in asked_for(config))
         with ExitStack() as opening:
             opening.callback(self._close)
             self._connect()
@@ -123,8 +115,8 @@ class ProtectedSession(Session):
 
     def _connect(self) -> None:
         config, store = self.config, _get_default_store()
-        endpoints, job_id, run, nodes = introduced(store, config, self._place)
-        self._place = place = replace(self._place, job_id=job_id)
+        endpoints, job_id, run, nodes = introduced(store, config, self.place)
+        self.place = place = replace(self.place, job_id=job_id)
         self.job_id, self._address = job_id, endpoints[self._rank].address
         self._store = own_connection(store, config.timeout_s)
         self.control, self.data, self.patient, self.links = Transports.connected(self._store, config, endpoints)
@@ -139,8 +131,9 @@ class ProtectedSession(Session):
         self._together(lambda: take_over_renamed(config, place, nodes))
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self.topology = self._together(lambda: placed_topology(self.control, place))
+        share = next((one.share for one in self._extensions if one.share is not None), None)
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
-        self.state = self._together(lambda: LiveState(self.training, self.topology, config, self._rank))
+        self.state = self._together(lambda: LiveState(self.training, self.topology, self._rank, share))
         self.held.callback(self.state.close)
 
     def _check_versions(self) -> None:
@@ -170,16 +163,14 @@ class ProtectedSession(Session):
         self.strategy: Strategy = self._together(lambda: STRATEGIES[config.strategy](self.job))
         placement = self._together(lambda: replicas_placed(config, self.topology))
         self.peers, self.owners = placement.peers[self._rank], placement.kept_by[self._rank]
-        self._follows = config.replicate == "gradients" and self.job.replicas > 0
-        if self._follows:
-            self._together(lambda: check_repeatable(training.optimizer, self.state.live.stepped))
+        for extension in self._extensions:
+            extension.chosen()
         return self._together(self.state.execution) if self.strategy.replays else None
 
     def _open_memory(self) -> None:
         config, state, layout = self.config, self.state, parallel_layout(self.topology, self.config.shard)
         self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, state.layout))
-        self._together(lambda: wait_for_agent(slot_of(config, self._place), config.persist_agent_s))
-        places = config, self._place, self.job, self.strategy, state, self.training
+        places = config, self.place, self.job, self.strategy, state, self.training
         self.memory = RankMemory(*places, self.control, self.owners, self._clock)
         self.held.callback(lambda: self.memory.close(began=self._began))
         self.memory.open()
@@ -187,9 +178,8 @@ class ProtectedSession(Session):
         if self.survivor is not None:
             self.parks, self.communicator = True, self.survivor.communicator
             self.held.callback(self.survivor.end, keep_memory=True)
-        if config.copy_placement == "bubbles":
-            self._waits = self._together(self._stage_waits)
-            self.communicator = self._waits.communicator
+        for extension in self._extensions:
+            extension.opened()
         self._identity = Identity(self.job_id, layout, state.capturer.operators, config.strategy)
         self._times_left = left_in(self.memory.store.directory)
         # All ranks give the attempt one name. It comes behind the attempts whose faults are not over; when it is known
@@ -199,12 +189,8 @@ class ProtectedSession(Session):
         self._token = told[0][1]
         self._attempt = attempt_name(max(number for number, _ in told), self._token)
 
-    def _stage_waits(self) -> StageWaits:
-        passes, on_device = self.training.passes, self.state.on_device
-        return StageWaits.of(passes, self.topology, self._rank, self.communicator, on_device=on_device)
-
     def _prepare_restart(self, execution: Execution | None) -> None:
-        facts, places = self._identity.topology, (self._place, self.memory.store, self._persistent)
+        facts, places = self._identity.topology, (self.place, self.memory.store, self._persistent)
         live = partial(self.state.layout, facts)
         older = OlderLayout(self.config, *places, facts, live, self.patient, self._address)
         self.held.callback(older.close)
@@ -248,13 +234,10 @@ class ProtectedSession(Session):
         self.memory.fit_strategy(self.strategy)
 
     def _count_tokens(self) -> None:
-        chunks = self.training.chunks
         if self.strategy.counts_tokens:
-            self._counter = TokenCounter(chunks, gate_unit=GATE_UNIT if self.strategy.counts_gates else None)
+            gate_unit = GATE_UNIT if self.strategy.counts_gates else None
+            self._counter = TokenCounter(self.training.chunks, gate_unit=gate_unit)
             self.held.callback(self._counter.close)
-        if self.strategy.makes_up:
-            self._boost = RouterCapacity(chunks, self.config.capacity_boost)
-            self.held.callback(self._boost.close)
 
     def _together[T](self, work: Callable[[], T]) -> T:
         return raise_on_all_ranks(self.control, work)
@@ -303,8 +286,6 @@ class ProtectedSession(Session):
         self.held.callback(self._status.close)
         if outcome is not None:
             self.coordinator.resume(outcome.restored)
-        if self._boost is not None:
-            self._boost.owe(self.strategy.owed)
         if self.survivor is not None:
             self.survivor.attend(identity, iteration)
             self.memory.fit_logs()
@@ -320,7 +301,9 @@ class ProtectedSession(Session):
 
     def _make_coordinator(self, identity: Identity) -> Coordinator:
         """What copies, replicates, keeps and persists snapshots under this name."""
-        memory, state, waits = self.memory, self.state, self._waits
+        memory, state, added = self.memory, self.state, Additions()
+        for extension in self._extensions:
+            extension.protects(added)
         ports = Ports(
             memory=memory.store,
             capturer=state.capturer,
@@ -336,22 +319,19 @@ class ProtectedSession(Session):
             standby_bytes=memory.standby_bytes,
             strict=self.config.strict,
             stopwatch=CudaStopwatch() if state.on_device else None,
-            steps=self._step_recorder(),
-            waits=waits.waits if waits is not None else None,
+            added=added,
             before_snapshot=self._before_snapshot,
             counts=self._counter.take if self._counter is not None else None,
-            beyond=self._boost.take if self._boost is not None else None,
             after_snapshot=self._after_snapshot,
         )
-        sends = BubbleSends(waits.waits) if waits is not None else None
         replicates = self.peers or self.owners
-        replicator = Replicator(self.data, self.peers, self.owners, sends) if replicates else None
+        replicator = Replicator(self.data, self.peers, self.owners, added.sends) if replicates else None
         worker = ReplicationWorker(
-            memory.store, replicator, self.data, self._clock, identity, owners=self.owners, sends_steps=self._follows
+            memory.store, replicator, self.data, self._clock, identity, owners=self.owners, steps=added.sender
         )
-        return Coordinator(self.job, self.strategy, ports, worker, self._persister(identity))
+        return Coordinator(self.job, self.strategy, ports, worker, self._persister(identity, added))
 
-    def _persister(self, identity: Identity) -> Persister | None:
+    def _persister(self, identity: Identity, added: Additions) -> Persister | None:
         capturer = self.state.capturer
         if self._persistent is None:
             return None
@@ -360,34 +340,7 @@ class ProtectedSession(Session):
             return capturer.layout(piece.plan, trainer=index == 0)
 
         places, varying = (self.memory.store, self._persistent, self._rank), self.state.varying
-        announce = self._announce_to_agent()
-        return Persister(*places, identity, layout, clock=self._clock, varying=varying, announce=announce)
-
-    def _announce_to_agent(self) -> Callable[[Sequence[CopyOrder]], None]:
-        """What tells the process that outlives this one what is being persisted; nothing where none is asked for."""
-        config = self.config
-        if config.persist_agent_s is None or config.persist_dir is None:
-            return lambda orders: None
-        facts = config.persist_dir, self._rank, config.persist_agent_s, read_secret(config.secret_file)
-        try:
-            self._agent = PersistAgent(self.memory.store.directory, *facts)
-        except OSError as error:
-            log.error("rank %d: no process will finish what it persists: %s", self._rank, format_error(error))
-            return lambda orders: None
-        self.held.callback(self._agent.close)
-        return self._agent.announce
-
-    def _step_recorder(self) -> AdamSteps | None:
-        """What records steps for peers that follow them."""
-        if not self._follows:
-            if self.config.replicate != "state" and self._rank == 0:
-                log.warning("--moe-ckpt-replicate %s has no effect: no replicas are kept", self.config.replicate)
-            return None
-        steps = AdamSteps(self.training.optimizer, self.state.live.stepped)
-        self.held.callback(steps.close)
-        if self._rank == 0:
-            log.info("gradients for peers take at most %.3f GB of this process", steps.most_bytes / 1e9)
-        return steps
+        return Persister(*places, identity, layout, clock=self._clock, varying=varying, announce=added.announce)
 
     def _report_parking_budget(self, survivor: Survivor) -> None:
         if self._rank == 0:
@@ -401,7 +354,7 @@ class ProtectedSession(Session):
         return {
             "rank": self._rank,
             "world_size": self.topology.world_size,
-            "node": self._place.node,
+            "node": self.place.node,
             "job": self.job_id,
             "strategy": self.config.strategy,
         }
@@ -409,15 +362,15 @@ class ProtectedSession(Session):
     # In each iteration.
 
     def passes(self, iteration: int) -> None:
-        if self._waits is not None:
-            self._waits.waits.begin()
+        for extension in self._extensions:
+            extension.passes()
         if self.survivor is not None:
             replay = self.restart.replay  # what it sends again is in this rank's logs already, but for lost ones
             self.survivor.passes(iteration, logged=replay is None or iteration in replay.unlogged)
 
     def reduced(self) -> None:
-        if self._waits is not None:
-            self._waits.reduced()
+        for extension in self._extensions:
+            extension.reduced()
         if self.survivor is not None:
             self.survivor.reduced()
 
@@ -441,14 +394,16 @@ class ProtectedSession(Session):
     def _after_snapshot(self, iteration: int, journal: StepJournal) -> None:
         """Copies of the state after `iteration` have begun."""
         assert self.coordinator is not None
-        if self._boost is not None:
-            self._boost.owe(self.strategy.owed)
+        for extension in self._extensions:
+            extension.copying()
         if self.survivor is not None:
             self.survivor.committed(iteration, journal, self.coordinator.oldest_base)
 
     def report(self) -> ProtectionReport:
         assert self.coordinator is not None
         report = self.coordinator.report()
+        for extension in self._extensions:
+            report = extension.reported(report)
         self._status.show(report)
         return report
 
@@ -469,9 +424,8 @@ class ProtectedSession(Session):
         return self.survivor is None or self.survivor.interrupt(force=force)
 
     def failure(self, cause: Cause) -> None:
-        if self._boost is not None:
-            self._boost.close()
         self._timestamps.mark(Milestone.DETECTED)
+        self._stop_extensions()
         if self.coordinator is not None:
             self._status.close()
             self.coordinator.failure()
@@ -489,6 +443,10 @@ class ProtectedSession(Session):
             keep(self.training.optimizer, self.survivor.kept)
         return has_ended
 
+    def _stop_extensions(self) -> None:
+        for extension in self._extensions:
+            extension.stop()
+
     def _close(self) -> None:
         """Let go of everything; what is sealed in memory stays."""
         try:
@@ -501,10 +459,7 @@ class ProtectedSession(Session):
         store = self.memory.store
         self._status.close()
         self.coordinator.shutdown()
-        if self._agent is not None:
-            self._agent.close()
-        if self._boost is not None:
-            self._boost.close()
+        self._stop_extensions()
         if self.survivor is not None:
             self.survivor.end(keep_memory=keep_memory)
         if keep_memory:
@@ -512,6 +467,6 @@ class ProtectedSession(Session):
         else:
             store.remove()
             with suppress(OSError):  # other processes of the node may still be there
-                (memory_folder(self.config) / self._place.node).rmdir()
+                (memory_folder(self.config) / self.place.node).rmdir()
         for transport in (self.control, self.data):
             transport.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..errors import MoECheckpointError
-from ..policy.copy_placement import CopyPlacement
-from ..policy.copy_rate import HEADROOM, CopyRate
+from ..extensions.base import Additions
+from ..policy.copy_rate import CopyRate
 from ..policy.lifecycle import Protection
 from ..policy.tracking import RestoredState
 from ..ports import (
@@ -29,7 +29,6 @@ from ..ports import (
     PeerLost,
     RecordedStep,
     SnapshotId,
-    StepRecorder,
     Stopwatch,
     StoreFailure,
     TrainerState,
@@ -37,13 +36,12 @@ from ..ports import (
 )
 from ..strategies import BufferSpec, Costs, Job, LossReport, Piece, Strategy, Throughput
 from ..strategies.memory_report import MemoryReport
-from ..types import SnapshotPlan, StepJournal
+from ..types import SnapshotPlan, StepJournal, WaitReport
 from .background import BackgroundWork
 from .buffers import memory_report_of
 from .chunks import Throttle
 from .iteration_message import IterationMessage, MessageExchange
 from .memory_limit import Room, Taker
-from .pipeline_waits import BubblePace, PipelineWaits, WaitReport
 from .stopwatch import HostStopwatch, PassTimes
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask
@@ -73,12 +71,10 @@ class Ports:
         room: how much each rank may take in all.
         standby_bytes: what logs of so many iterations, and parked state, take beside `memory`.
         stopwatch: tells for how long training waits; None: `clock` does.
-        steps: records steps for peers that follow them; None where peers are sent state.
         strict: whether less protection than was asked for ends training.
-        waits: of this rank's pipeline stage, in which copies begin first; None: copies are spread evenly.
+        added: what extensions bring.
         before_snapshot: called when a step has ended, while no copy is under way.
         counts: takes what gives the routed tokens of the iteration that ends, by layer and from any thread.
-        beyond: as `counts`, the tokens that were processed beyond capacities.
         after_snapshot: called when the copies of an iteration have begun, with its journal.
     """
 
@@ -96,11 +92,9 @@ class Ports:
     standby_bytes: Callable[[int], int] = lambda logged: 0
     strict: bool = False
     stopwatch: Stopwatch | None = None
-    steps: StepRecorder | None = None
-    waits: PipelineWaits | None = None
+    added: Additions = field(default_factory=Additions)
     before_snapshot: Callable[[], None] = lambda: None
     counts: Callable[[], CountsUnderWay] | None = None
-    beyond: Callable[[], CountsUnderWay] | None = None
     after_snapshot: Callable[[int, StepJournal], None] = lambda iteration, journal: None
 
     @property
@@ -170,7 +164,6 @@ class _Tally:
     last_stall_s: float = 0.0
     iteration_s: float = 0.0
     passes_s: float = 0.0
-    waits: tuple[WaitReport, ...] = ()
 
 
 class Coordinator:
@@ -210,7 +203,8 @@ class Coordinator:
         """
         ports, tally = self._ports, self._tally
         ports.before_snapshot()
-        counts, beyond = ports.counts and ports.counts(), ports.beyond and ports.beyond()
+        added = ports.added
+        counts, beyond = ports.counts and ports.counts(), added.beyond and added.beyond()
         begun_s = ports.clock.now_s()
         self._note_passes()
         self._stopwatch.pause()
@@ -222,7 +216,7 @@ class Coordinator:
             if self._strategy.needs_throughput
             else None
         )
-        step = ports.steps.take() if ports.steps is not None else None
+        step = added.steps.take() if added.steps is not None else None
         plan = self._planned(iteration)
         if plan is not None:
             scalars = {"trainer": ports.trainer.scalars(), "journal": journal.to_data()}
@@ -312,7 +306,6 @@ class Coordinator:
             order_changes=self._strategy.order_changes,
             iteration=self._iteration,
             losses=self._strategy.report(),
-            waits=self._tally.waits,
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
@@ -381,11 +374,8 @@ class Coordinator:
 
     def _pace(self, nbytes: int) -> Pace:
         """When the chunks of a copy of so many bytes may begin."""
-        waits, passes_s = self._ports.waits, self._pass_times.shortest_s
-        if waits is not None and waits.newest is not None and passes_s:
-            bandwidth = self._ports.capturer.bandwidth_bytes_per_s
-            return BubblePace(CopyPlacement.of(nbytes, waits.newest, HEADROOM * passes_s, bandwidth), waits)
-        return Throttle(self._copy_rate.of(nbytes, passes_s))
+        passes_s = self._pass_times.shortest_s
+        return self._ports.added.pace(nbytes, passes_s) or Throttle(self._copy_rate.of(nbytes, passes_s))
 
     def _reserved(self, task: SnapshotTask, held: Sequence[tuple[Piece, Layout]]) -> tuple[MappedWriter, ...] | None:
         writers: list[MappedWriter] = []
@@ -435,10 +425,9 @@ class Coordinator:
             return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
 
         costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s, tracker.last_persist_s)
-        waits: tuple[int, ...] = ()
-        if self._ports.waits is not None:
-            waits = self._ports.waits.take_report().to_numbers(self._job.topology, self._ports.control.rank)
-        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace, waits)
+        numbers = self._ports.added.numbers
+        extra = numbers.take() if numbers is not None else ()
+        message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace, extra)
         self._messages.send(message, tracker.awaited(), self._ports.clock.now_s() + patience_s)
 
     def _receive_messages(self) -> None:
@@ -451,7 +440,8 @@ class Coordinator:
             return
         if news is None:
             return
-        self._tally.waits = WaitReport.of_stages(news.waits, self._job.topology)
+        if self._ports.added.numbers is not None:
+            self._ports.added.numbers.summed(news.numbers)
         if news.counts:
             experts = self._job.num_experts
             rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))

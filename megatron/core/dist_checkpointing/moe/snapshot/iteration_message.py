@@ -88,7 +88,7 @@ class IterationMessage:
         counts: gives the tokens that its routers sent to the experts of all MoE layers, none if the strategy does not
             ask; called on the thread that sends the message, as they may still be on a device.
         pace: the time that a copy has, and how fast the last one was; None if the strategy does not ask.
-        waits: numbers of the waits of all pipeline stages, which are added up; as many on all ranks.
+        numbers: of extensions, which are added up; as many on all ranks.
     """
 
     iteration: int
@@ -97,20 +97,20 @@ class IterationMessage:
     statuses: Callable[[], Sequence[int]]
     counts: Callable[[], Sequence[int]]
     pace: Throughput | None = None
-    waits: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class IterationNews:
     """What the messages of all ranks come to: the least statuses and pace, the highest costs, the sums of counts and
-    waits."""
+    numbers."""
 
     iteration: int
     statuses: tuple[int, ...]
     costs: Costs
     counts: tuple[int, ...]
     pace: Throughput
-    waits: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class MessageExchange:
@@ -131,9 +131,9 @@ class MessageExchange:
                 with suppress(Exception):
                     task.result(max(0.0, until_s - self._clock.now_s()))
             counts = message.counts()  # may wait for the device; statuses are as late as can be
-            return self._transport.least_and_total([*header, *message.statuses()], [*message.waits, *counts])
+            return self._transport.least_and_total([*header, *message.statuses()], [*message.numbers, *counts])
 
-        self._sent = message.iteration, len(message.waits), self._lane.submit(exchange)
+        self._sent = message.iteration, len(message.numbers), self._lane.submit(exchange)
 
     def receive(self, timeout_s: float) -> IterationNews | None:
         """What came of the message that was sent last; None when there was none.
@@ -145,7 +145,7 @@ class MessageExchange:
         sent, self._sent = self._sent, None
         if sent is None:
             return None
-        iteration, waits, task = sent
+        iteration, numbers, task = sent
         least, sums = task.result(timeout_s)
         length = len(_Header._fields)
         header = _Header(*least[:length])
@@ -154,4 +154,4 @@ class MessageExchange:
                 f"the ranks planned different snapshots of iteration {iteration}: this is a defect, as plans depend"
                 " only on what all ranks know; training cannot be protected"
             )
-        return IterationNews(iteration, least[length:], header.costs, sums[waits:], header.pace, sums[:waits])
+        return IterationNews(iteration, least[length:], header.costs, sums[numbers:], header.pace, sums[:numbers])

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..errors import UnreadableCheckpoint, format_error
+from ..extensions.base import StepSender
 from ..policy.tracking import Status
 from ..ports import (
     Clock,
@@ -35,7 +36,6 @@ from ..strategies import Piece
 from ..types import SnapshotPlan
 from .identity import Identity
 from .persisting import CopyOrder, carry_out
-from .step_offers import StepOffers
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 1.0
@@ -89,15 +89,15 @@ class ReplicationWorker:
         identity: Identity,
         *,
         owners: Sequence[int] = (),
-        sends_steps: bool = False,
+        steps: StepSender | None = None,
     ) -> None:
-        """sends_steps: whether peers that can follow the optimizer are sent steps in place of state."""
+        """steps: sends peers that can follow the optimizer its steps in place of state."""
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._receiver = ReplicaReceiver(store, clock, identity.job, transport.rank)
+        self._receiver = ReplicaReceiver(store, clock, identity.job, transport.rank, steps.follow if steps else None)
         self._connected = True
-        self._steps = StepOffers(transport.rank) if sends_steps else None
+        self._steps = steps
 
     def protect(self, task: SnapshotTask) -> None:
         """Carry one round out as far as it goes; how far, and why not farther, is left in `task`."""

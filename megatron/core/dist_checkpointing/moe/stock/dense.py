@@ -12,6 +12,7 @@ import torch
 from ..dense_saves.choosing import has_chain, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
+from ..extensions import load
 from ..megatron_state.random_states import DEVICE, TRACKED
 from ..storage.small_files import INFORMING_BYTES, read_small
 from .seams import Call
@@ -44,9 +45,9 @@ class StockSaves:
             self._experts.close()
             self._experts = None
         if getattr(self._args, "save_experts", None) is not None:
-            from ..partial_saves.saving import ExpertSaves  # only for jobs that ask for it
-
-            self._experts = ExpertSaves(self._args, chunks, self._loaded if loaded else None)
+            self._experts = load("partial_saves.saving").ExpertSaves(
+                self._args, chunks, self._loaded if loaded else None
+            )
 
     def load(self, call: Call) -> Any:
         """`load_checkpoint`, of the newest checkpoint that is intact. Raises UnreadableCheckpoint, UsageError."""
@@ -59,9 +60,8 @@ class StockSaves:
         if folder is None or Path(call["checkpoint_dir"]) != folder:
             return call.go_on()
         if has_chain(folder):
-            from ..partial_saves.loading import merging  # only for checkpoints with some of the experts
-
-            call = call.replacing(sharded_strategy=merging(folder, call["sharded_strategy"], call["strict"]))
+            strategy = load("partial_saves.loading").merging(folder, call["sharded_strategy"], call["strict"])
+            call = call.replacing(sharded_strategy=strategy)
         state_dict = call.go_on()
         self.recorded_args = state_dict.get("args", self.recorded_args)
         return state_dict

@@ -10,11 +10,11 @@ from .. import features
 from ..config import MoECheckpointConfig, add_flags, from_namespace
 from ..contradictions import contradictions, inelastic
 from ..errors import UsageError
-from ..partial_saves.settings import ExpertSaveFlags
-from ..partial_saves.settings import refusals as unfit_expert_saves
 from ..runtime.process_info import ranks_of_node
 from ..seats.seat import take_seat
 from ..strategies import STRATEGIES
+from .expert_save_flags import ExpertSaveFlags
+from .expert_save_flags import refusals as unfit_expert_saves
 from .seams import SEAMS, is_known
 
 

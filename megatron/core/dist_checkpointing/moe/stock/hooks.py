@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from ..config import MoECheckpointConfig
 from ..dense_saves.load_folder import one_iteration
 from ..errors import UsageError
+from ..extensions import load
 from ..megatron_state.random_states import random_states, restore_random
 from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
 from ..recovery.timeline import RecoveryTimeline
@@ -46,7 +47,6 @@ from .boundary import boundary
 from .catch_up import CatchUp
 from .common_iterations import CommonIterations
 from .dense import StockSaves, newest_checkpoint, written_folder
-from .growth import Growth
 from .iteration import Report, StockIteration, mean_loss
 from .quiet import Quiet
 from .resumed_settings import flags_hold, told
@@ -145,7 +145,9 @@ class Hooks:
                 return call.go_on()
         else:
             self._check(config)
-        self._config, self._flags, self._growth = config, shaping_flags(args), Growth(config, args)
+        self._config, self._flags = config, shaping_flags(args)
+        # Asks behind each iteration whether nodes wait to join.
+        self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
         self._saves = None if config.strategy == "none" else StockSaves(args, config.secret_file)
         own_heartbeat().loads()
         built = call.go_on()
@@ -318,9 +320,10 @@ class Hooks:
             result = call.go_on()
         except SystemExit:
             # Told to leave early: what no checkpoint has, only the memory has.
-            is_needed = self._growth.makes_way or not self._is_saved(self._manager.iteration)
-            self._manager.finish(keep_memory=is_needed)
-            self._growth.make_way(lambda: bool(self._manager.is_told_to_end))
+            makes_way = self._growth is not None and self._growth.makes_way
+            self._manager.finish(keep_memory=makes_way or not self._is_saved(self._manager.iteration))
+            if self._growth is not None:
+                self._growth.make_way(lambda: bool(self._manager.is_told_to_end))
             raise
         self._join()  # where no iteration was left
         return result
@@ -428,7 +431,9 @@ class Hooks:
             self._args.train_iters = call["iteration"]
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
             self._join()  # the loop begins no further iteration, and takes away what a replay put off
-        return should_exit or (not replayed and self._growth.ends_training(call["iteration"]))
+        if replayed or self._growth is None:
+            return should_exit
+        return should_exit or self._growth.ends_training(call["iteration"])
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:
         if self._manager.is_replaying:

@@ -1,36 +1,61 @@
-"""Strategies by name: a folder each, one line here."""
+"""Strategies by name: a folder each, one line here; a job imports the one that it asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import NamedTuple, cast
+
 from ..types import Piece
 from .base import GATE_UNIT, BufferSpec, Job, LossReport, Strategy, Throughput
-from .full import Full
 from .interval_policy import Costs
-from .lossy import Lossy
-from .pec import Pec
-from .selective import Selective
-from .sparse import Sparse
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "full": Full,
-    "pec": Pec,
-    "selective": Selective,
-    "sparse": Sparse,
+
+class _Registered(NamedTuple):
+    """kind: what the folder exports. settings: what names of settings begin with that are for it."""
+
+    kind: str
+    settings: tuple[str, ...] = ()
+
+
+_REGISTRY = {
+    "full": _Registered("Full"),
+    "pec": _Registered("Pec", ("pec_", "plt_")),
+    "selective": _Registered("Selective", ("budget_", "capacity_boost")),
+    "sparse": _Registered("Sparse", ("window", "ordering", "reorder_", "replay_")),
 }
+
+
+class _Strategies(Mapping[str, type[Strategy]]):
+    def __getitem__(self, name: str) -> type[Strategy]:
+        folder = import_module(f".{name}", __name__) if name in _REGISTRY else None
+        return cast("type[Strategy]", getattr(folder, _REGISTRY[name].kind))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_REGISTRY)
+
+    def __len__(self) -> int:
+        return len(_REGISTRY)
+
+
+STRATEGIES: Mapping[str, type[Strategy]] = _Strategies()
+"""A strategy is imported when it is taken from here."""
+
+
+def owners_of(setting: str) -> tuple[str, ...]:
+    """Names of the strategies that a setting is for; none where it is for all."""
+    return tuple(name for name, one in _REGISTRY.items() if setting.startswith(one.settings or ("-",)))
+
 
 __all__ = [
     "GATE_UNIT",
     "STRATEGIES",
     "BufferSpec",
     "Costs",
-    "Full",
     "Job",
     "LossReport",
-    "Lossy",
-    "Pec",
     "Piece",
-    "Selective",
-    "Sparse",
     "Strategy",
     "Throughput",
+    "owners_of",
 ]

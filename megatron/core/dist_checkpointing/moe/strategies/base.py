@@ -189,9 +189,6 @@ class Strategy(ABC):
     follows_steps: ClassVar[bool] = False
     """Whether peers can make a snapshot from the one before: what both hold of an operator is its whole state."""
 
-    settings: ClassVar[tuple[str, ...]] = ()
-    """What the names of the fields of MoECheckpointConfig begin with that have no meaning in other strategies."""
-
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
         """A sentence for each setting that makes no sense with this strategy, with its value and what to change.

@@ -1,6 +1,6 @@
 """The words of the subsystem: operators, plans, topologies, models, inventories. No torch, nothing that acts."""
 
-from .journal import StepJournal
+from .journal import StepJournal, WaitReport
 from .model_shape import ModelShape, iterate_operators, moe_layers_of
 from .operators import (
     FP16_FP32,
@@ -66,6 +66,7 @@ __all__ = [
     "StepJournal",
     "Tier",
     "Topology",
+    "WaitReport",
     "Window",
     "boundary_key",
     "expert",

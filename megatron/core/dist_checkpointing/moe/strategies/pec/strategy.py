@@ -49,8 +49,6 @@ class Pec(Lossy):
     yet as if all went to experts that are left out. Excepted is a recovery to a snapshot of which some pieces are gone.
     """
 
-    settings = ("pec_", "plt_")
-
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
         if not num_experts:

@@ -45,7 +45,6 @@ class Selective(Lossy):
 
     needs_throughput = True
     follows_steps = True
-    settings = ("budget_", "capacity_boost")
 
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:

@@ -14,9 +14,9 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..errors import UsageError
-from ..ports import Json, RecordedStep, SteppedShard
-from .optimizer_state import SteppedTensor, optimizer_members
+from ...errors import UsageError
+from ...megatron_state.optimizer_state import SteppedTensor, optimizer_members
+from ...ports import Json, RecordedStep, SteppedShard
 
 MOST_BUFFERS = 3
 """Of how many steps gradients are kept at once: as many as snapshots that may be on their way to peers."""

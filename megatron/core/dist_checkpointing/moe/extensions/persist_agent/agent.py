@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from ..snapshot.persisting import CopyOrder
+    from ...snapshot.persisting import CopyOrder
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class PersistAgent:
 
     def announce(self, orders: Sequence[CopyOrder]) -> None:
         """What is being written from here on; none: all that was announced has come to an end."""
-        from ..snapshot.persisting import line_of
+        from ...snapshot.persisting import line_of
 
         self._say(line_of(orders))
 
@@ -107,7 +107,7 @@ class PersistAgent:
                         raise TimeoutError(f"it does not listen for {SAYING_S:g} s")
                     rest = rest[os.write(self._pipe.fileno(), rest) :]
             except OSError as error:
-                from ..errors import format_error
+                from ...errors import format_error
 
                 log.error("no process will finish what is persisted when this one dies: %s", format_error(error))
                 self._pipe.close()

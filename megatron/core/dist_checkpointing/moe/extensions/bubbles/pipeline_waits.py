@@ -10,64 +10,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
-from ..policy.bubbles import Bubbles
-from ..policy.copy_placement import CopyPlacement
-from ..ports import Pace
-from ..types import Topology
+from ...ports import Pace
+from ...types import WaitReport
+from .copy_placement import CopyPlacement
+from .schedules import Bubbles
 
 CHUNK_BYTES = 1 << 20
 """A chunk that began in a wait may end after it: by about 0.1 ms where memory carries 10 GB/s."""
 _POLL_S = 0.0002
-
-
-@dataclass(frozen=True)
-class WaitReport:
-    """What became of the waits of a rank's stage since the last report; of a whole stage the mean of its ranks.
-
-    Args:
-        waited_s: measured, in the newest passes; 0 where they are not known yet.
-        estimated_s: of the same passes, by the pipeline's schedule and what this stage computed; 0: not known.
-        passes_s: from their begin to their end.
-        copied_bytes, sent_bytes: that began in waits.
-        overrun_s: by how much the latest of these chunks ended after the wait in which it began; 0 on devices, where
-            the host does not see it.
-    """
-
-    waited_s: float = 0.0
-    estimated_s: float = 0.0
-    passes_s: float = 0.0
-    copied_bytes: int = 0
-    sent_bytes: int = 0
-    overrun_s: float = 0.0
-
-    def to_numbers(self, topology: Topology, rank: int) -> tuple[int, ...]:
-        """Integers whose sums over all ranks `of_stages` takes."""
-        numbers = [0] * (len(_FIELDS) * topology.pp)
-        first = len(_FIELDS) * topology.coordinates(rank).pp
-        for at, name in enumerate(_FIELDS, first):
-            value = getattr(self, name)
-            numbers[at] = round(value * _PER_S) if name.endswith("_s") else value
-        return tuple(numbers)
-
-    @classmethod
-    def of_stages(cls, sums: Sequence[int], topology: Topology) -> tuple[WaitReport, ...]:
-        """Of each pipeline stage, from the sums of what all ranks sent; none from no numbers."""
-        ranks, found = topology.world_size // topology.pp, []
-        per_s = ranks * _PER_S
-        for first in range(0, len(sums), len(_FIELDS)):
-            waited, estimated, passes, copied, sent, overrun = sums[first : first + len(_FIELDS)]
-            means = waited / per_s, estimated / per_s, passes / per_s, copied // ranks, sent // ranks, overrun / per_s
-            found.append(cls(*means))
-        return tuple(found)
-
-
-_FIELDS = tuple(field.name for field in fields(WaitReport))
-_PER_S = 1e6
 
 
 class PipelineWaits:

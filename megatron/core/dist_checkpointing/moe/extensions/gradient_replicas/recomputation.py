@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UnreadableCheckpoint
-from ..ports import Manifest, MappedReader, Record, RecordedStep
+from ...errors import UnreadableCheckpoint
+from ...ports import Manifest, MappedReader, Record, RecordedStep
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Adam]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 """Whose steps can be repeated."""

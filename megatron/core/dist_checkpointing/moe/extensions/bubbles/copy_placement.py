@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bubbles import Bubbles, place_in_bubbles, schedule_1f1b
+from .schedules import Bubbles, place_in_bubbles, schedule_1f1b
 
 BACKWARD_SHARE = 2 / 3
 """Of the time that a microbatch computes: gradients of inputs and of weights each take about as long as a forward."""

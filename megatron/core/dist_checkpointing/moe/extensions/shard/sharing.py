@@ -20,14 +20,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..errors import UnreadableCheckpoint, UsageError
-from ..policy.sharding import ShardAssignment, shard_checkpoint
-from ..types import FP32, ModelShape, OperatorId, Part, SnapshotPlan, Topology, full_plan
-from .compute_weights import level_step_counts, recast_compute_weights, settle_gathers
-from .model_operators import model_shape
-from .operators import GlobalName, StateTensor
-from .quantized import is_scale
-from .restore import LiveRestorer
+from ...errors import UnreadableCheckpoint, UsageError
+from ...megatron_state.compute_weights import level_step_counts, recast_compute_weights, settle_gathers
+from ...megatron_state.model_operators import model_shape
+from ...megatron_state.operators import GlobalName, StateTensor
+from ...megatron_state.quantized import is_scale
+from ...megatron_state.restore import LiveRestorer
+from ...policy.sharding import ShardAssignment, shard_checkpoint
+from ...types import FP32, ModelShape, OperatorId, Part, SnapshotPlan, Topology, full_plan
 
 _SUMMED_AS = {4: torch.int32, 8: torch.int64}
 """Integers that collectives of gloo and NCCL add up, by the size of what they stand for; else single bytes."""

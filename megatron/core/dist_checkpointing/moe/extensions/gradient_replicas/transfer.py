@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from ..errors import UsageError
-from ..types import OperatorId
-from .checks import whole
+from ...errors import UsageError
+from ...policy.checks import whole
+from ...types import OperatorId
 
 
 class TransferChoice(enum.Enum):

@@ -6,12 +6,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ..policy.transfer import TransferChoice, TransferCost, transfer
-from ..ports import Manifest, MappedReader, RecordedStep
-from ..replication.recomputation import encode, made_by_step
-from ..replication.round import Exchange
-from ..strategies import Piece
-from ..types import OperatorId
+from ...ports import Manifest, MappedReader, RecordedStep
+from ...replication.round import Exchange
+from ...strategies import Piece
+from ...types import OperatorId
+from .recomputation import encode, follow, made_by_step
+from .transfer import TransferChoice, TransferCost, transfer
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class StepOffers:
         self._rank = rank
         self._iteration, self._confirmed = -1, frozenset[OperatorId]()
         self._futile = 0
+
+    follow = staticmethod(follow)
 
     def steps(
         self, iteration: int, pieces: Sequence[Piece], readers: Sequence[MappedReader], step: RecordedStep | None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
-from ..errors import UsageError
-from .checks import not_negative, positive, whole
+from ...errors import UsageError
+from ...policy.checks import not_negative, positive, whole
 
 
 class Pass(enum.Enum):

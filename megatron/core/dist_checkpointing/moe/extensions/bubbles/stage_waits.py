@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from megatron.core import parallel_state
 
-from ..errors import UsageError
-from ..local_recovery.communicator import BoundaryCommunicator
-from ..local_recovery.survivor import Passes
-from ..policy.copy_placement import estimated_wait_share
-from ..snapshot.pipeline_waits import DevicePipelineWaits, PipelineWaits
-from ..types import Topology
+from ...errors import UsageError
+from ...local_recovery.communicator import BoundaryCommunicator
+from ...local_recovery.survivor import Passes
+from ...types import Topology
+from .copy_placement import estimated_wait_share
+from .pipeline_waits import DevicePipelineWaits, PipelineWaits
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..config import MoECheckpointConfig
-from ..errors import NewProcessesNeeded, PeerLost, Terminated
-from ..seats.joining import Joining, joining_here
+from ...config import MoECheckpointConfig
+from ...errors import NewProcessesNeeded, PeerLost, Terminated
+from ...seats.joining import Joining, joining_here
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 
 
 class Growth:
-    """Asks behind each iteration; does nothing without `--moe-ckpt-elastic`, or under a launcher that says nothing.
+    """Asks behind each iteration; does nothing under a launcher that says nothing.
 
     Args:
         config: The settings.
@@ -33,7 +33,7 @@ class Growth:
     """
 
     def __init__(self, config: MoECheckpointConfig, args: Any, joining: Joining | None = None) -> None:
-        self._joining = (joining or joining_here()) if config.elastic is not None else None
+        self._joining = joining or joining_here()
         self._interval, self._args = config.interval, args
         self.makes_way = False
 

@@ -18,26 +18,13 @@ from megatron.core.transformer.moe import router as routing
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.moe.router import TopKRouter
 
-from ..policy.selective import capacity_boost
-from ..types import OperatorId, expert
-from .module_tree import layers_of_routers
-from .popularity import ArrivingCounts
+from ...megatron_state.module_tree import layers_of_routers
+from ...megatron_state.popularity import ArrivingCounts
+from ...policy.selective import capacity_boost
+from ...types import OperatorId, expert
 
 Routed = tuple[torch.Tensor, torch.Tensor]
 """Probabilities and choice of experts, each [tokens, experts]."""
-
-
-def routers_of(chunks: Sequence[torch.nn.Module]) -> list[TopKRouter]:
-    """All routers in the model chunks of this rank."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-
-
-def drops_tokens(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether routers drop tokens beyond a capacity that can differ from expert to expert; padded ones are alike."""
-    configs = [router.config for router in routers_of(chunks)]
-    return any(
-        one.moe_expert_capacity_factor is not None and not one.moe_pad_expert_input_to_capacity for one in configs
-    )
 
 
 class RouterCapacity:

@@ -1,0 +1,31 @@
+"""More capacity for experts that lost tokens in a recovery (`--moe-ckpt-capacity-boost` of `selective`; MOETION 6)."""
+
+from __future__ import annotations
+
+from ..base import Additions, Extension
+from .capacity import RouterCapacity
+
+
+class BoostedCapacity(Extension):
+    """Of one rank."""
+
+    _boost: RouterCapacity | None = None
+
+    def protects(self, additions: Additions) -> None:
+        session = self.session
+        if session.strategy.makes_up:
+            self._boost = RouterCapacity(session.training.chunks, session.config.capacity_boost)
+            session.held.callback(self._boost.close)
+            self._boost.owe(session.strategy.owed)
+            additions.beyond = self._boost.take
+
+    def copying(self) -> None:
+        if self._boost is not None:
+            self._boost.owe(self.session.strategy.owed)
+
+    def stop(self) -> None:
+        if self._boost is not None:
+            self._boost.close()
+
+
+EXTENSION = BoostedCapacity

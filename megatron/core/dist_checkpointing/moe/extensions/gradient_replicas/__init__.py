@@ -1,0 +1,38 @@
+"""Replicas that follow the optimizer: peers get its step in place of the state (`--moe-ckpt-replicate gradients`;
+MOETION 5.2, Alg. 3)."""
+
+from __future__ import annotations
+
+import logging
+
+from ...replication.agreement import raise_on_all_ranks
+from ..base import Additions, Extension
+from .adam_steps import AdamSteps, check_repeatable
+from .step_offers import StepOffers
+
+log = logging.getLogger(__name__)
+
+
+class GradientReplicas(Extension):
+    """Of one rank."""
+
+    def chosen(self) -> None:
+        session = self.session
+        if session.job.replicas:
+            checked = session.training.optimizer, session.state.live.stepped
+            raise_on_all_ranks(session.control, lambda: check_repeatable(*checked))
+        elif session.control.rank == 0:
+            log.warning("--moe-ckpt-replicate gradients has no effect: no replicas are kept")
+
+    def protects(self, additions: Additions) -> None:
+        session = self.session
+        if not session.job.replicas:
+            return
+        steps = AdamSteps(session.training.optimizer, session.state.live.stepped)
+        session.held.callback(steps.close)
+        additions.steps, additions.sender = steps, StepOffers(session.control.rank)
+        if session.control.rank == 0:
+            log.info("gradients for peers take at most %.3f GB of this process", steps.most_bytes / 1e9)
+
+
+EXTENSION = GradientReplicas

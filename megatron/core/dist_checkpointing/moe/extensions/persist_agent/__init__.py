@@ -1,0 +1,45 @@
+"""A process that outlives this one and finishes what it was writing to storage (`--moe-ckpt-persist-agent-s`)."""
+
+from __future__ import annotations
+
+import logging
+
+from ...errors import format_error
+from ...replication.agreement import raise_on_all_ranks
+from ...runtime.process_info import slot_of
+from ...storage.job_secret import read_secret
+from ..base import Additions, Extension
+from .agent import PersistAgent, wait_for_agent
+
+log = logging.getLogger(__name__)
+
+
+class Persisting(Extension):
+    """Of one rank."""
+
+    _agent: PersistAgent | None = None
+
+    def chosen(self) -> None:
+        session = self.session
+        slot, limit_s = slot_of(session.config, session.place), session.config.persist_agent_s
+        raise_on_all_ranks(session.control, lambda: wait_for_agent(slot, limit_s))
+
+    def protects(self, additions: Additions) -> None:
+        session, config = self.session, self.session.config
+        if config.persist_dir is None:
+            return
+        facts = config.persist_dir, session.control.rank, config.persist_agent_s, read_secret(config.secret_file)
+        try:
+            self._agent = PersistAgent(session.memory.store.directory, *facts)
+        except OSError as error:
+            log.error("rank %d: persist agent not started: %s", session.control.rank, format_error(error))
+            return
+        session.held.callback(self._agent.close)
+        additions.announce = self._agent.announce
+
+    def stop(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+
+
+EXTENSION = Persisting
