@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def test_a_container_that_sees_only_its_own_group_finds_its_limit(tmp_path: Path
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("8192\n")
     (tmp_path / "own").write_text("5:memory:/docker/0123456789abcdef\n")
+    assert node_memory_bytes(tmp_path, tmp_path / "own") == 8192
+
+
+def test_a_group_may_have_any_name_that_a_folder_may_have(tmp_path: Path) -> None:
+    group = tmp_path / os.fsdecode(b"job-\xff")
+    group.mkdir()
+    (group / "memory.max").write_text("8192\n")
+    (tmp_path / "own").write_bytes(b"0::/job-\xff\n")
     assert node_memory_bytes(tmp_path, tmp_path / "own") == 8192
 
 

@@ -81,7 +81,7 @@ def _memory_limits(mounted: Path, own: Path) -> Iterator[Path]:
     In a container the path may be that of the host, which is not there: then what is mounted is its own group.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = os.fsdecode(own.read_bytes()).splitlines()  # groups have any name that folders may have
     except OSError:
         lines = []
     versions = {"": (mounted, "memory.max"), "memory": (mounted / "memory", "memory.limit_in_bytes")}
