@@ -193,6 +193,12 @@ def test_what_a_process_leaves_the_next_one_finds_and_tells(tmp_path: Path) -> N
     }
 
 
+def test_times_that_lack_a_key_are_put_aside_with_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).write_text('[{"attempt": "1", "times": {}}]')
+    assert left_in(tmp_path) == []
+    assert f"{tmp_path / FILE} are not readable, and are put aside: 'boot' is missing" in caplog.text
+
+
 @pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0, 1e9])
 def test_a_clock_that_is_set_between_the_fault_and_the_recovery_changes_no_part(step_s: float, tmp_path: Path) -> None:
     clock, wall = Wall(100.0), Wall(1e9)

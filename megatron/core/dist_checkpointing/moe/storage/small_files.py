@@ -72,8 +72,9 @@ def regular_stat(path: Path) -> os.stat_result:
 
 def put_aside(path: Path, what: str, why: object) -> None:
     """Say once that a file which only informs cannot be believed, and rename it, so that the next start is quiet."""
+    reason = f"{why} is missing" if isinstance(why, KeyError) else getattr(why, "strerror", None) or why
     # An error: what one rank alone knows is not heard of otherwise.
-    log.error("%s in %s are not readable, and are put aside: %s", what, path, getattr(why, "strerror", None) or why)
+    log.error("%s in %s are not readable, and are put aside: %s", what, path, reason)
     with contextlib.suppress(OSError):
         path.replace(path.with_name(f"{path.name}.damaged"))
 
