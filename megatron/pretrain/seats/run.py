@@ -16,15 +16,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.run import get_args_parser, run
-
 from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.quiet_ends import end_at_once_when_interrupted, outlive_readers
-from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.seats.hygiene_options import HygieneOptions
-from megatron.pretrain.spare_nodes import NotNeeded, SpareHandler
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 # What torchrun does when it starts a process: before a standby has a rank.
@@ -36,7 +30,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     end_at_once_when_interrupted()  # until there are processes to end
     outlive_readers()
     refuse_unsupported_versions()
-    from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
+    # Torch takes seconds to import, in which Ctrl-C may come; and what needs Megatron-Core comes once that is skipped.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.run import run
+
+    from megatron.pretrain.rendezvous import BACKEND, register_backend
+    from megatron.pretrain.seats.careful import NodeLeaves, own_agents
+    from megatron.pretrain.spare_nodes import NotNeeded, SpareHandler
 
     options = parse_options(argv)
     # A fresh store for each start of ranks: one shared over restarts still holds the addresses of dead ranks.
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """torchrun's options and ours. Ends the process with exit code 2 for those that cannot work together."""
+    from torch.distributed.run import get_args_parser
+
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "moe-ckpt-run"
     parser.add_argument(

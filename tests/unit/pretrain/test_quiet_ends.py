@@ -16,6 +16,8 @@ from megatron.pretrain.quiet_ends import OF_LAUNCHERS
 
 ROOT = Path(__file__).parents[3]
 MOE_CKPT = (sys.executable, "-m", "moe_ckpt")
+HEARD = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+"""In a child: tests in the background of a shell ignore Ctrl-C."""
 CLOSED = "nobody reads standard output any more: the job goes on without it\n"
 
 LOGS = """
@@ -80,9 +82,8 @@ def test_an_interrupted_command_says_so_in_a_line(tmp_path: Path) -> None:
     command = [*MOE_CKPT, "report", "--watch", "--port", "0", str(tmp_path / "metrics.jsonl")]
     fifo = tmp_path / "metrics.jsonl"
     os.mkfifo(fifo)  # reading waits for a writer
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background of a shell ignore it
     started = subprocess.Popen(
-        command, cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=heard
+        command, cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=HEARD
     )
     with started, fifo.open("w"):  # opened once it reads
         started.send_signal(signal.SIGINT)
@@ -90,3 +91,28 @@ def test_an_interrupted_command_says_so_in_a_line(tmp_path: Path) -> None:
         said = started.stderr.read()
     assert started.returncode == 130
     assert said.strip() == "moe-ckpt: interrupted"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [("-c", "from megatron.pretrain.seats.run import main; main()"), ("-m", "megatron.pretrain.launch")],
+    ids=["moe-ckpt-run", "train_cpu.sh"],
+)
+def test_a_launcher_that_is_interrupted_while_torch_is_imported_ends_without_a_word(
+    start: tuple[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text('__version__ = "2.9.0"\n')
+    (tmp_path / "torch" / "__init__.py").write_text('print("imported", flush=True)\ninput()\n')
+    started = subprocess.Popen(
+        [sys.executable, *start], cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=HEARD,
+    )  # fmt: skip
+    with started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        assert started.stdout.readline() == "imported\n"
+        started.send_signal(signal.SIGINT)
+        said = started.stderr.read()
+    assert started.returncode == -signal.SIGINT, said
+    assert not said
