@@ -105,7 +105,7 @@ ROWS = {
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
-    f"{ENGINE}.dense_saves": Row("errors replay storage", "torch", "dense"),
+    f"{ENGINE}.dense_saves": Row("errors replay storage", "megatron.core torch", "dense"),
     f"{ENGINE}.extensions.partial_saves": Row(
         "dense_saves errors megatron_state storage", "megatron.core torch", "dense"
     ),

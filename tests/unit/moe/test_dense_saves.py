@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from stock_stand_in import one_rank
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron.core.dist_checkpointing.moe.dense_saves.agreement import RankFailure
 from megatron.core.dist_checkpointing.moe.dense_saves.writing import Finishing, finish, summed, take_sums
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from moe_ckpt.dense.integrity import file_sum
 
 
@@ -57,6 +62,15 @@ def test_a_rank_without_memory_for_its_shards_says_so_among_the_results_and_writ
     request.async_fn(0, request.preload_fn(), results)
     assert str(results.get_nowait()) == "rank 0 could not stage its shards: MemoryError: no memory"
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_file_system_says_of_a_shard_is_among_the_results(tmp_path: Path) -> None:
+    results: queue.Queue[Exception] = queue.Queue()
+    shard = WriteItem(MetadataIndex("weight"), WriteItemType.SHARD, tensor_data=None)
+    bucket = (Path("/dev/full"), "__0_0.distcp", ([], [(shard, torch.zeros(1 << 20))]))
+    write = partial(FileSystemWriterAsync.write_preloaded_data_multithread, [_StorageWriterTransforms()], False)
+    summed(Request(write), tmp_path, None).async_fn(0, [bucket], results)
+    assert "No space left on device" in str(results.get_nowait())
 
 
 def test_sums_that_are_torn_are_not_believed(tmp_path: Path) -> None:

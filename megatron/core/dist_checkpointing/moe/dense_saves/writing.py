@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from moe_ckpt.dense.integrity import FileSum, decode, encode, file_sum
 from moe_ckpt.dense.names import SUMS_BYTES
 
@@ -71,7 +72,8 @@ def _write_and_sum(
     for missing in (part for part in given if isinstance(part, _NotStaged)):
         given[-1].put(RuntimeError(f"rank {rank} could not stage its shards: {missing.reason}"))  # core's results
         return None
-    result = write(*given, **options)
+    with _reasons_kept():
+        result = write(*given, **options)
     with contextlib.suppress(OSError, MoECheckpointError):
         if not is_keyed():  # as in a process that was spawned to write
             use_secret(read_secret(secret))
@@ -79,6 +81,25 @@ def _write_and_sum(
         own = [path for path, match in shards if match is not None and int(match[1]) == rank]
         Path(folder, _SUMS.format(rank=rank)).write_bytes(encode({path.name: file_sum(path) for path in own}))
     return result
+
+
+@contextlib.contextmanager
+def _reasons_kept() -> Iterator[None]:
+    """Core's report of a shard that cannot be written has the class of what its writer returns, but the text of what
+    that raises. Torch's stream hides the error of the file behind one of its own."""
+    write_shard = FileSystemWriterAsync.write_preloaded_data
+
+    def raising(*given: Any, **options: Any) -> Any:
+        output = write_shard(*given, **options)
+        error = output[1] if output is not None else None  # None in one of several threads
+        if isinstance(error, Exception):
+            while error.__context__ is not None and not isinstance(error, OSError):
+                error = error.__context__
+            raise error
+        return output
+
+    with replaced(FileSystemWriterAsync, write_preloaded_data=staticmethod(raising)):
+        yield
 
 
 def take_sums(folder: Path, ranks: int) -> dict[str, FileSum]:
