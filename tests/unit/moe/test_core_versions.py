@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -76,10 +77,12 @@ def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_
     monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
+    core = inspect.signature(getattr(filesystem_async, name))
     monkeypatch.setattr(filesystem_async, name, lambda: "core's manager's")
-    monkeypatch.setattr(checkpoints, "results_queue", lambda: "a manager's that ends with this process")
+    assert list(inspect.signature(checkpoints.results_queue).parameters) == list(core.parameters)
+    monkeypatch.setattr(checkpoints, "results_queue", lambda mp_mode: "a manager's that ends with this process")
     with results_in_process(lambda: is_async):
-        results = getattr(filesystem_async, name)()
+        results = getattr(filesystem_async, name)(mp_mode="fork")  # as where a worker for all saves starts
     assert (results == "a manager's that ends with this process") == is_async
     assert is_async or isinstance(results, queue.Queue)
     assert getattr(filesystem_async, name)() == "core's manager's"

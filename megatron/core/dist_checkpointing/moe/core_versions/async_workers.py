@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
-from functools import cache
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -37,13 +36,16 @@ def worker(*arguments: Any) -> None:
     _core_loop(*arguments)
 
 
-@cache
-def results_queue(start_method: str = "spawn") -> Any:
-    """As core's queue for results of a save; the process that keeps it ends with this one."""
-    manager = SyncManager(ctx=multiprocessing.get_context(start_method))
-    manager.start(end_with_parent)
-    _kept.append(manager)  # the queue ends with it
-    return manager.Queue()
+def results_queue(mp_mode: str = "spawn") -> Any:
+    """As core's queue for results of saves, one for all; the process that keeps it ends with this one.
+
+    mp_mode: how that is started, at the first call.
+    """
+    if not _kept:
+        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+        manager.start(end_with_parent)
+        _kept.append((manager, manager.Queue()))  # the queue ends with its manager
+    return _kept[0][1]
 
 
-_kept: list[SyncManager] = []
+_kept: list[tuple[SyncManager, Any]] = []

@@ -28,7 +28,7 @@ def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
     """
     original = getattr(filesystem_async, _QUEUE)
     results: queue.Queue[Any] = queue.Queue()
-    setattr(filesystem_async, _QUEUE, lambda *given: results_queue(*given) if is_async() else results)
+    setattr(filesystem_async, _QUEUE, lambda *given, **named: results_queue(*given, **named) if is_async() else results)
     try:
         yield
     finally:
