@@ -90,6 +90,14 @@ def test_after_a_failure_nothing_more_is_done_and_no_success_is_told() -> None:
     assert done == ["index", "OSError: [Errno 28] No space left on device (on rank 0)"]
 
 
+def test_what_core_asserts_of_writer_threads_that_failed_leaves_no_rank_alone() -> None:
+    def as_core_does() -> None:
+        assert isinstance("what a thread left behind", list), "of several writer threads one failed"
+
+    with pytest.raises(RankFailure, match=r"of several writer threads one failed \(on rank 0\)"):
+        finish(as_core_does)
+
+
 def test_without_a_failure_all_steps_are_done_in_order() -> None:
     done: list[str] = []
     finishing = Finishing([lambda: done.append("index"), lambda: done.append("rename")], done.append)

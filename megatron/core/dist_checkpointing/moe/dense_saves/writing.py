@@ -141,7 +141,8 @@ def _problem(work: Step) -> str | None:
     try:
         with _nobody_waits(problems):
             work()
-    except (OSError, MemoryError, RuntimeError, UnreadableCheckpoint, CheckpointException) as error:
+    # Core asserts on what its writer threads left behind where one of several failed.
+    except (OSError, MemoryError, RuntimeError, AssertionError, UnreadableCheckpoint, CheckpointException) as error:
         problems.append(_reason(error))
     return problems[0] if problems else None
 
