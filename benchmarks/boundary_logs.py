@@ -156,7 +156,7 @@ class Logged:
         """Logs of a turn; those of turns before stay until they are superseded."""
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPorts
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
-        from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+        from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 
         ports = LogPorts(self.store, self.lane, self.recorder, SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity("job", {}, frozenset()), ports, timeout_s=60.0)

@@ -118,7 +118,7 @@ def saved_and_restored(trainer: Any) -> dict[str, float]:
     """Peaks of a checkpoint of Megatron-LM's loop: when it is written, and when it is read."""
     import torch
 
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import loading_step_counts
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import loading_step_counts
     from megatron.training import training
 
     live = trainer.chunks, trainer.optimizer, trainer.scheduler

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe import ProcessInfo, set_for_parking
+from megatron.core.dist_checkpointing.moe.replication.agreement import gathered_by_store
 from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
-from megatron.core.dist_checkpointing.moe.replication.store_gather import gathered_by_store
 from megatron.pretrain.bound_store import bound_store, is_loopback
 from megatron.pretrain.engine_errors import driver_errors
 

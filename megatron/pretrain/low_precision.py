@@ -101,9 +101,9 @@ def optimizers_in_few_bits() -> Iterator[None]:
 
     Raises whatever `pretrain` raises, which is called inside.
     """
-    from megatron.core.dist_checkpointing.moe.megatron_state.fused_adam import keep_masters_in_fp8
     from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import (
         allocate_optimizer_state,
+        keep_masters_in_fp8,
         optimizer_members,
     )
     from megatron.training import get_args, training

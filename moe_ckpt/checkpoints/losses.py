@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.policy.ledger import LossRecord, TokenLedger
-from megatron.core.dist_checkpointing.moe.policy.losses import mlt, plt_moc, plt_pec
+from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import mlt, plt_moc, plt_pec
 from moe_ckpt.report import Fact, Table, table
 
 from .survey import Holding

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.moe.storage.manifest import MOST_BYTES, de
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, SlotReader, written_over
 from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
-from megatron.core.dist_checkpointing.moe.types.standby import GRADIENTS, LOG, PARKED
+from megatron.core.dist_checkpointing.moe.types.recovery import GRADIENTS, LOG, PARKED
 from moe_ckpt.checkpoints.windows import StoredSnapshot, on_timeline, restorable, states, timelines
 from moe_ckpt.dense.integrity import Advance, unwatched
 

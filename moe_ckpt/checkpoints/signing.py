@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
 from megatron.core.dist_checkpointing.moe.storage.manifest import KEYED, is_keyed, unkeyed
+from megatron.core.dist_checkpointing.moe.storage.small_files import SECRET_FILE
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import Advance, unwatched

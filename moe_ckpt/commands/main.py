@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
-from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE, read_secret
+from megatron.core.dist_checkpointing.moe.storage.small_files import SECRET_FILE, read_secret
 
 from .advise import advise
 from .completion import completion

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 from moe_ckpt.report import Fact, Report, Table, show, table
 from moe_ckpt.report.progress import steps
 

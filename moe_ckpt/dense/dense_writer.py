@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 
 from .dcp_metadata import Chunk, ChunkExtent
 from .dense import DenseCheckpoint, read_extent

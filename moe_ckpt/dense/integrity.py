@@ -2,7 +2,7 @@
 
 One line, `{"xxh3":"<32 hexadecimal digits>","integrity":<body>}`, where the checksum is that of the body's bytes as
 they stand, so the file protects itself. In a job with a secret its first member is called `hmac`, and all checksums are
-keyed, as those of snapshots (`storage.job_secret`). It is written last, before the folder gets its final name;
+keyed, as those of snapshots (`storage.small_files`). It is written last, before the folder gets its final name;
 Megatron-Core does not look at it.
 """
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.storage.atomic import write_atomically
 from megatron.core.dist_checkpointing.moe.storage.manifest import RunningChecksum, is_keyed, sealed, unsealed
 from megatron.core.dist_checkpointing.moe.storage.small_files import open_regular
+from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 
 from .framed import decoded
 from .names import COMMON, read_if_there

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.dist_checkpointing.moe.policy.expert_choice import Stages, by_load, in_turn
-from megatron.core.dist_checkpointing.moe.policy.partial import next_position
+from megatron.core.dist_checkpointing.moe.policy.partial import Stages, by_load, in_turn, next_position
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
 from .chain import Chain

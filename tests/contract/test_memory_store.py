@@ -23,8 +23,7 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, content, new_store, rea
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError, reason
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
-from megatron.core.dist_checkpointing.moe.storage.private_folders import refused_as_unusable
+from megatron.core.dist_checkpointing.moe.storage.ownership import refused_as_unusable, slot_directories
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 

@@ -11,8 +11,8 @@ import torch
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import (
     BoundaryFailure,
     BoundaryRecorder,
+    fingerprint,
 )
-from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore

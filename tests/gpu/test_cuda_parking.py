@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
-from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import PARKED, Part, expert

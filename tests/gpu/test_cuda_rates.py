@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_driver import LOCAL, Job, corpus
 
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import Span, Throttle
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Span, Throttle
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stopwatch import CudaStopwatch
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine

@@ -102,7 +102,7 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+        from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         config, args = self.trainer.config, self.trainer.args
@@ -246,7 +246,7 @@ class Logged:
 
     def unlike_fingerprints(self, own: Any, way: str, arrived: list[torch.Tensor]) -> list[str]:
         """Where this rank's own log has other fingerprints than those of what came."""
-        from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import fingerprint
 
         if own not in self.store.snapshots().sealed or not arrived:
             return []

@@ -84,7 +84,7 @@ class _Capture:
         self.iterations.append(journal.to_data() | {"trainer": self.trainer_state.scalars()})
 
     def facts(self) -> dict[str, Any]:
-        from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
+        from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import model_operators
 
         for _ in range(BEFORE_SNAPSHOT):
             self.iterate()
@@ -105,7 +105,7 @@ class _Capture:
 
     def _capture(self, capturer: Any, first: bool) -> Any:
         """A snapshot of the state as it is, taken while the next iteration runs."""
-        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
+        from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
         from megatron.core.dist_checkpointing.moe.types.layout import Facts, SnapshotId
 
         trainer = self.trainer
@@ -201,8 +201,10 @@ def allocated_lazily(eagerly: bool) -> Iterator[None]:
     """The loop leaves the state of the optimizer to its first step, or to `allocate_optimizer_state`."""
 
     def examine(trainer: Trainer) -> None:
-        from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
-        from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
+        from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import (
+            allocate_optimizer_state,
+            torch_adams,
+        )
 
         def states() -> list[Any]:
             inner = torch_adams(trainer.optimizer)

@@ -33,7 +33,7 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def digested(folder: str) -> Iterator[None]:
     """When training has ended, each rank writes down digests of its state."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
 
     def trained(state: Any) -> None:
         gather_compute_weights(state.chunks)  # with overlap the next forward pass would do it
@@ -141,9 +141,9 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
 
 def _differences_once_restored(state: Any, part: str) -> list[str]:
     """What is other than before when all was poisoned and this part of all operators came back, in this process."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer, read_topology
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import packed, quantization_tensors, unpack
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.types import Part
 
     gather_compute_weights(state.chunks)
@@ -167,8 +167,8 @@ def _differences_once_restored(state: Any, part: str) -> list[str]:
 def _missing(state: Any, left_out: str) -> str:
     """What the check for completeness says without one tensor of this field."""
     from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
-    from megatron.core.dist_checkpointing.moe.megatron_state.extents import IncompleteState
     from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
+    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
 
     allocate_optimizer_state(state.optimizer)

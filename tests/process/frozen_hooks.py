@@ -70,7 +70,7 @@ class Frozen:
             read_topology,
             state_tensors,
         )
-        from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
+        from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import model_operators
         from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
 
         self.trainer = trainer
@@ -92,7 +92,7 @@ class Frozen:
 
     def moment(self, journal: Any = None) -> Moment:
         """The state as it is."""
-        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
+        from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
 
         gather_compute_weights(self.chunks)
         return Moment(
@@ -106,10 +106,7 @@ class Frozen:
     @torch.no_grad()
     def restore(self, moment: Moment) -> None:
         """Go back, or forth, to a state."""
-        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import (
-            gather_compute_weights,
-            settle_gathers,
-        )
+        from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights, settle_gathers
 
         settle_gathers(self.chunks)
         for one, copy in zip(self.tensors, moment.tensors, strict=True):

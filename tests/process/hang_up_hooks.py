@@ -21,7 +21,7 @@ def chained(folder: str, hangs_up: bool) -> Iterator[None]:
 
 def waited(hangs_up: bool) -> dict[str, object]:
     """How long this rank waited for the one before it, and what it heard then."""
-    from megatron.core.dist_checkpointing.moe.runtime.disconnect import close_connections, is_lost_peer
+    from megatron.core.dist_checkpointing.moe.runtime.peer_links import close_connections, is_lost_peer
 
     rank, heard, is_peer = torch.distributed.get_rank(), "", False
     # Pairs that share nothing but rank 1: rank 2 cannot hear of rank 0 by itself.

@@ -158,7 +158,7 @@ def expert_bias_lost() -> Any:
 
 
 def step_counts_of_adam_one_too_high() -> Any:
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import torch_adams
 
     def change(execution: Any) -> None:
         for inner in torch_adams(execution._optimizer):

@@ -45,8 +45,8 @@ def examined(folder: str, frozen: str = "") -> Iterator[None]:
 
 def examine(state: Trainer) -> dict[str, Any]:
     """What is found in a state that trains a few iterations meanwhile."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
     from megatron.core.utils import unwrap_model
 
     chunks, optimizer, topology = state.chunks, state.optimizer, read_topology(8)
@@ -178,7 +178,7 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
 
 def verdict_on(state: Any, tensors: Sequence[Any]) -> str:
     from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
-    from megatron.core.dist_checkpointing.moe.megatron_state.extents import IncompleteState
+    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState
 
     try:
         check_complete(state.chunks, state.optimizer, tensors)
@@ -226,7 +226,7 @@ def restore(tensors: Sequence[Any], copies: Sequence[torch.Tensor], chosen: Call
 
 def _restorations(state: Any, tensors: Sequence[Any], copies: Sequence[Any], reference: Any) -> dict[str, Any]:
     """Which parts of the complete state differ from the reference after several ways to restore it."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import (
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import (
         gather_compute_weights,
         recast_compute_weights,
         settle_gathers,

@@ -204,7 +204,7 @@ class Parking(Frozen):
         from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.snapshot.identity import Identity
+        from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         capturer = LiveCapturer(self.tensors, self.trainer_state, ThreadEngine())

@@ -32,7 +32,7 @@ def poisoned_before_load() -> Iterator[None]:
 
 @torch.no_grad()
 def _poison(chunks: Any, optimizer: Any) -> None:
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import torch_adams
 
     for chunk in chunks:
         for parameter in chunk.parameters():

@@ -59,7 +59,7 @@ class Alone(Frozen):
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
-        from megatron.core.dist_checkpointing.moe.stock.quiet import Quiet
+        from megatron.core.dist_checkpointing.moe.stock.catch_up import Quiet
         from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
         from megatron.training import training
 
@@ -233,10 +233,7 @@ class Alone(Frozen):
 
     def sparse(self, stages: tuple[int, ...], moments: list[Moment]) -> list[str]:
         """What differs when operators come back one part after the other, as a sparse checkpoint gives them."""
-        from megatron.core.dist_checkpointing.moe.megatron_state.compute_weights import (
-            gather_compute_weights,
-            settle_gathers,
-        )
+        from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights, settle_gathers
 
         parts = [set(self.operators[at :: len(moments)]) for at in range(len(moments))]
         inside = {rank for stage in stages for rank in self.topology.stage_ranks(stage)}

@@ -204,8 +204,7 @@ class Trainer:
 
     def forward_backward(self, **options: Any) -> Any:
         """The passes of one iteration."""
-        from megatron.core.dist_checkpointing.moe.stock.boundary import boundary
-        from megatron.core.dist_checkpointing.moe.stock.iteration import mean_loss
+        from megatron.core.dist_checkpointing.moe.stock.iteration import boundary, mean_loss
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         with self.manager.forward_backward():
@@ -262,13 +261,13 @@ class Trainer:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """What the loop would save."""
-        from megatron.core.dist_checkpointing.moe.stock import raw_saves
+        from megatron.core.dist_checkpointing.moe.stock import dense
         from megatron.core.utils import unwrap_model
         from megatron.training import checkpointing
 
         metadata = {"metadata": checkpointing._build_sharded_state_dict_metadata(self.args)}
-        is_raw = raw_saves.saves_raw(self.args, self.optimizer)
-        with raw_saves.generating(self.chunks, self.optimizer) if is_raw else contextlib.nullcontext():
+        is_raw = dense.saves_raw(self.args, self.optimizer)
+        with dense.generating(self.chunks, self.optimizer) if is_raw else contextlib.nullcontext():
             found = checkpointing.generate_state_dict(
                 self.args,
                 unwrap_model(self.chunks),

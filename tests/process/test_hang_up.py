@@ -18,7 +18,7 @@ from runs import Layout, flags
 from world import ROOT, World
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated
-from megatron.core.dist_checkpointing.moe.runtime.disconnect import is_lost_peer
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import is_lost_peer
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.pretrain.errors import TrainingFailure
 
@@ -54,7 +54,7 @@ def test_only_connected_tcp_sockets_are_closed() -> None:
     """In a process of its own: a listener and a local pair go on, a connection does not."""
     code = """
 import socket
-from megatron.core.dist_checkpointing.moe.runtime.disconnect import close_connections
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import close_connections
 listener = socket.create_server(("127.0.0.1", 0))
 caller = socket.create_connection(listener.getsockname())
 called, _ = listener.accept()
@@ -79,7 +79,7 @@ def test_connections_are_closed_though_no_descriptor_is_left() -> None:
     """In a process of its own: it opens as many files as it may, and keeps them."""
     code = """
 import os, resource, socket
-from megatron.core.dist_checkpointing.moe.runtime.disconnect import close_connections
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import close_connections
 listener = socket.create_server(("127.0.0.1", 0))
 caller = socket.create_connection(listener.getsockname())
 called, _ = listener.accept()

@@ -135,7 +135,7 @@ def test_clipping_dropout_data_and_schedules_are_at_work_in_these_runs(
     assert exact(plain)[1] != exact(still)[1]
 
 
-@pytest.mark.parametrize("step", ["stock.hooks.restore_random", "megatron_state.step_counts.separate_steps"])
+@pytest.mark.parametrize("step", ["stock.hooks.restore_random", "megatron_state.optimizer_state.separate_steps"])
 def test_each_step_that_is_added_to_megatrons_loading_matters_for_the_losses(
     step: str, straight: Straight, train: Train, tmp_path: Path
 ) -> None:

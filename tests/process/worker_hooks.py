@@ -20,7 +20,7 @@ NAN = float("nan")
 def poisoned_before_load() -> Iterator[None]:
     """Whatever loading does not restore is garbage: a fresh initialization might happen to be right."""
     import megatron.training
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import allocate_step_counts
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_step_counts
     from megatron.training import training
 
     pretrain = megatron.training.pretrain
@@ -45,7 +45,7 @@ def poisoned_before_load() -> Iterator[None]:
 def poison(state: Any) -> None:
     """Fill weights, master weights, moments, buffers and scalars with values that no training makes."""
     from megatron.core import tensor_parallel
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import torch_adams
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import torch_adams
 
     with torch.no_grad():
         for chunk in state.chunks:

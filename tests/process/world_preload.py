@@ -11,6 +11,8 @@ if os.environ["WORLD_WITH_TRANSFORMER_ENGINE"]:
 import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
+from megatron.core.dist_checkpointing.moe.extensions import EXTENSIONS, load
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.pretrain import warm_up
 from megatron.pretrain.testing import cpu_device
 
@@ -18,6 +20,7 @@ from megatron.pretrain.testing import cpu_device
 with cpu_device.installed():
     pass
 warm_up.warm_up_flags()
+_ = [*STRATEGIES.values(), *map(load, EXTENSIONS)]  # which a job imports when it asks for them
 
 # What was imported stays: a collection in a worker need not look at it, and so does not copy the pages it shares.
 gc.collect()

@@ -268,8 +268,11 @@ def no_access_to_folder(iteration: int, rank: int) -> Iterator[None]:
 
 def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
     """Of all that training goes on from: weights, buffers, optimizer state, schedule, counts, random states."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
-    from megatron.core.dist_checkpointing.moe.megatron_state.quantized import is_quantized, raw_fields
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import (
+        is_quantized,
+        quantization_tensors,
+        raw_fields,
+    )
 
     found = hashlib.sha256()
 
@@ -336,7 +339,7 @@ def traced(folder: str) -> Iterator[None]:
         functions = [
             (code.co_filename.removeprefix(engine), code.co_firstlineno, _length(code))
             for code in entered
-            if code.co_name != "<module>"
+            if code.co_flags & inspect.CO_OPTIMIZED  # no bodies of modules and classes
         ]
         path = Path(folder) / f"{os.environ['RANK']}-{os.getpid()}.json"
         path.write_text(json.dumps({"functions": functions, "frames": frames}))

@@ -327,9 +327,8 @@ def test_tests_reach_into_privates_nowhere_new() -> None:
 
 READ_OTHERWISE = {
     "moe.versions": "files of installed packages, before numpy is there",
-    "moe.storage.system": "the kernel's own, of a control group",
-    "moe.storage.numa": "the kernel's own, of devices",
-    "moe.storage.job_secret": "bounded and regular too, and asked whose it is",
+    "moe.storage.system": "the kernel's own, of a control group and of devices",
+    "moe.storage.small_files": "bounded and regular too, and asked whose it is",
     "moe.boot_clock": "the kernel's own, of this boot",
     "moe.storage.lease": "the kernel's own, of processes",
     "moe.seats.heartbeat": "a byte in a folder that only the launcher gives",

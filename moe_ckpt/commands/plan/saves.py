@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.expert_choice import SELECTIONS
-from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, pec_plan
+from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES, SELECTIONS, pec_plan
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import Part
 from moe_ckpt.dense.chain import Chain

@@ -10,7 +10,7 @@ from simulated_world.transport import FakeTransport
 from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.ports import Json, PeerLost
-from megatron.core.dist_checkpointing.moe.replay.among import Among
+from megatron.core.dist_checkpointing.moe.replay.execution import Among
 
 WHAT = "say how it came out"
 

@@ -20,11 +20,10 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import (
     BoundaryFailure,
     BoundaryRecorder,
+    fingerprint,
 )
-from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import fingerprint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, NoRoom, SnapshotId
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import CopyJob, Span
-from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key, received_key
 

@@ -11,7 +11,7 @@ from simulated_world.rank import FakeCapturer
 from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
-from megatron.core.dist_checkpointing.moe.snapshot.buffers import (
+from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import (
     fit_memory,
     gathered_sizes,
     operator_sizes,

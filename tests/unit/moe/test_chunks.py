@@ -12,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.copy_rate import HEADROOM, CopyRate
+from megatron.core.dist_checkpointing.moe.policy.memory_limit import HEADROOM, CopyRate
 from megatron.core.dist_checkpointing.moe.snapshot import copy_engines
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import CHUNK_BYTES, Span, Throttle, chunked
-from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import (
+    CHUNK_BYTES,
+    Span,
+    ThreadEngine,
+    Throttle,
+    chunked,
+)
 
 
 @given(

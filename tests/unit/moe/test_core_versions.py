@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.core_versions import checkpoints, training
-from megatron.core.dist_checkpointing.moe.core_versions.checkpoints import results_in_process
+from megatron.core.dist_checkpointing.moe.core_versions import training
 from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version, require_seams
+from megatron.core.dist_checkpointing.moe.core_versions.training import results_in_process
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.moe.router import Router
@@ -79,8 +79,8 @@ def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_
     name = next(name for name in vars(filesystem_async) if name.endswith("get_write_results_queue"))
     core = inspect.signature(getattr(filesystem_async, name))
     monkeypatch.setattr(filesystem_async, name, lambda: "core's manager's")
-    assert list(inspect.signature(checkpoints.results_queue).parameters) == list(core.parameters)
-    monkeypatch.setattr(checkpoints, "results_queue", lambda mp_mode: "a manager's that ends with this process")
+    assert list(inspect.signature(training.results_queue).parameters) == list(core.parameters)
+    monkeypatch.setattr(training, "results_queue", lambda mp_mode: "a manager's that ends with this process")
     with results_in_process(lambda: is_async):
         results = getattr(filesystem_async, name)(mp_mode="fork")  # as where a worker for all saves starts
     assert (results == "a manager's that ends with this process") == is_async

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageWr
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.moe.dense_saves.agreement import RankFailure
-from megatron.core.dist_checkpointing.moe.dense_saves.writing import Finishing, finish, summed, take_sums
+from megatron.core.dist_checkpointing.moe.dense_saves.writing import Finishing, RankFailure, finish, summed, take_sums
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from moe_ckpt.dense.integrity import file_sum
 

@@ -11,7 +11,7 @@ from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.diverged import FILE, Divergence, DivergenceNotes
+from megatron.core.dist_checkpointing.moe.recovery.exactness import FILE, Divergence, DivergenceNotes
 from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, catalogue, listing, rank_inventory
 from megatron.core.dist_checkpointing.moe.types import LOG, PARKED, Tier
 

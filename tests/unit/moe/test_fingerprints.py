@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.local_recovery.fingerprints import UNKNOWN, fingerprint
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import UNKNOWN, fingerprint
 
 SIZES = [1, 7, 8, 9, 64, 8 * 8192, 8 * 8192 + 3, 3 * 8 * 8192 + 8 * 5 + 2]
 

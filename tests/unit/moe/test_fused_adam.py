@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.megatron_state.fused_adam import guard_scales, reload_masters
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import guard_scales, reload_masters
 
 HALF, EIGHT = torch.finfo(torch.float16).max / 2, 448.0
 

@@ -32,8 +32,8 @@ from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Sna
 from megatron.core.dist_checkpointing.moe.replication import messages
 from megatron.core.dist_checkpointing.moe.seats.heartbeat import read_beat
 from megatron.core.dist_checkpointing.moe.storage import manifest
-from megatron.core.dist_checkpointing.moe.storage.job_secret import signed
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotEntry
+from megatron.core.dist_checkpointing.moe.storage.small_files import signed
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest
 from megatron.pretrain.errors import InvalidInput

@@ -17,13 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
-from megatron.core.dist_checkpointing.moe.in_place import building, called_off, kept_process, process_groups
+from megatron.core.dist_checkpointing.moe.in_place import building, kept_process, process_groups
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
 from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
 from megatron.core.dist_checkpointing.moe.megatron_state.quantization import forget_reductions
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.core.dist_checkpointing.moe.runtime.disconnect import named_groups
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
 from megatron.core.dist_checkpointing.moe.seats.seat import Seat
 
 RANKS = 4
@@ -321,13 +321,13 @@ def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never
         try:
             waits.wait()
             went_on.set()
-        except called_off.CalledOff:
+        except kept_process.CalledOff:
             struck.set()
 
     threading.Timer(0.1, lambda: setattr(seat, "is_called_off", True)).start()
     begun_s = time.monotonic()
-    with pytest.raises(called_off.CalledOff):
-        called_off.unless_called_off(connecting, seat)
+    with pytest.raises(kept_process.CalledOff):
+        kept_process.unless_called_off(connecting, seat)
     assert time.monotonic() - begun_s < 10
     waits.set()
     assert struck.wait(10)
@@ -340,4 +340,4 @@ def test_what_goes_wrong_while_a_rank_connects_is_raised_where_it_is_waited_for(
         raise PeerLost("no rank 3")
 
     with pytest.raises(PeerLost, match="no rank 3"):
-        called_off.unless_called_off(connecting, SimpleNamespace(keeps=keeps, is_called_off=False))
+        kept_process.unless_called_off(connecting, SimpleNamespace(keeps=keeps, is_called_off=False))

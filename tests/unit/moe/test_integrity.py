@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe.dense_saves import intact as loading
-from megatron.core.dist_checkpointing.moe.dense_saves.agreement import RankFailure
+from megatron.core.dist_checkpointing.moe.dense_saves import choosing as loading
+from megatron.core.dist_checkpointing.moe.dense_saves.writing import RankFailure
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
 from megatron.pretrain.testing import cpu_device

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
 from megatron.core.dist_checkpointing.moe.replication import interface
+from megatron.core.dist_checkpointing.moe.replication.agreement import gathered_by_store
 from megatron.core.dist_checkpointing.moe.replication.interface import (
     Endpoint,
     check_endpoints,
@@ -22,7 +23,6 @@ from megatron.core.dist_checkpointing.moe.replication.interface import (
     use_for_gloo,
 )
 from megatron.core.dist_checkpointing.moe.replication.staged import StagedTransport
-from megatron.core.dist_checkpointing.moe.replication.store_gather import gathered_by_store
 from megatron.core.dist_checkpointing.moe.runtime.opening import Transports, introduced
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 

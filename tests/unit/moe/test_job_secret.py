@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.moe.runtime import opening
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 from megatron.core.dist_checkpointing.moe.storage.base import SnapshotReader
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
-from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE, read_secret, signed
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, decode, encode, use_secret
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.small_files import SECRET_FILE, read_secret, signed
 
 OWN, OTHER = b"the secret of this job", b"the secret of another one"
 SNAPSHOT, LAYOUT = SnapshotId(4, 0), Layout.of([Field("w", "uint8", (4096,))])

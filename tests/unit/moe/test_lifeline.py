@@ -19,7 +19,7 @@ RANK = """
 import os, sys, threading, time
 from moe_ckpt.megatron_core import skip_megatron_core
 skip_megatron_core()
-from megatron.core.dist_checkpointing.moe.seats.lifeline import end_with_launcher
+from megatron.core.dist_checkpointing.moe.seats.channel import end_with_launcher
 end_with_launcher()
 helpers = []
 def fork():
@@ -45,7 +45,7 @@ TRAINER = """
 import time, torch
 torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda number: None
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-from megatron.core.dist_checkpointing.moe.core_versions.async_workers import ending_with_their_trainer, results_queue
+from megatron.core.dist_checkpointing.moe.core_versions.training import ending_with_their_trainer, results_queue
 results_queue().put(1)
 with ending_with_their_trainer():
     print(PersistentAsyncCaller._get_process(0, "fork").pid, flush=True)

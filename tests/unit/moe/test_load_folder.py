@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.dense_saves.load_folder import one_iteration
+from megatron.core.dist_checkpointing.moe.dense_saves.choosing import one_iteration
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from moe_ckpt.dense.names import COMMON, FORMAT, INDEX, TRACKER
 

@@ -13,8 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.storage.numa import local_cpus, running_on
-from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem, local_cpus, running_on
 
 ADDRESS = "0000:3b:00.0"
 

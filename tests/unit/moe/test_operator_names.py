@@ -9,12 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.megatron_state.extents import (
-    Cover,
-    Extent,
-    IncompleteState,
-    check_cover,
-)
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     ChunkPlace,
     GlobalName,
@@ -24,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     is_constant,
     locate,
 )
+from megatron.core.dist_checkpointing.moe.megatron_state.partitions import Cover, Extent, IncompleteState, check_cover
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
 
 FIRST = ChunkPlace(first_layer=0, num_layers=12)

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.stock.expert_save_flags import refusals
+from megatron.core.dist_checkpointing.moe.stock.flags import unfit_expert_saves
 
 SAVING = {
     "save": "here",
@@ -23,7 +23,7 @@ SAVING = {
 
 
 def refused(strategy: str = "full", **changes: object) -> list[str]:
-    return [*refusals(argparse.Namespace(**SAVING | changes), strategy)]
+    return [*unfit_expert_saves(argparse.Namespace(**SAVING | changes), strategy)]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,9 @@ from megatron.core.dist_checkpointing.moe.extensions.bubbles.pipeline_waits impo
 )
 from megatron.core.dist_checkpointing.moe.extensions.bubbles.schedules import schedule_1f1b
 from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import Span
-from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Span, ThreadEngine
 from megatron.core.dist_checkpointing.moe.types import Topology
-from megatron.core.dist_checkpointing.moe.types.journal import WaitReport
+from megatron.core.dist_checkpointing.moe.types.snapshots import WaitReport
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 RATE = 1000.0  # bytes per second

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.core.dist_checkpointing.moe.megatron_state.quantized import is_quantized, is_scale, raw_fields
+from megatron.core.dist_checkpointing.moe.megatron_state.quantization import is_quantized, is_scale, raw_fields
 
 
 def test_a_tensor_without_a_scale_is_one_record() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.moe.megatron_state import random_states
+from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
 
 
 class Device:
@@ -35,7 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def test_after_states_were_put_back_every_generator_draws_what_it_drew_then(device: Device) -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    taken = random_states.random_states()
+    taken = trainer_state.random_states()
     tracked = {name: state.clone() for name, state in tracker.get_states().items()}
 
     def drawn() -> list[float]:
@@ -44,15 +44,15 @@ def test_after_states_were_put_back_every_generator_draws_what_it_drew_then(devi
     first = drawn()
     assert len({*first, *drawn()}) == 8
     tracker.states_ = {"experts": torch.Generator().manual_seed(10).get_state()}
-    random_states.restore_random(taken)
+    trainer_state.restore_random(taken)
     assert drawn() == first
     assert all(torch.equal(tracker.get_states()[name], state) for name, state in tracked.items())
 
 
 def test_states_of_another_kind_of_device_are_named_and_leave_its_own_as_they_are(device: Device) -> None:
-    taken = dict(random_states.random_states())
-    assert random_states.of_another_device(taken) == ()
+    taken = dict(trainer_state.random_states())
+    assert trainer_state.of_another_device(taken) == ()
     elsewhere = taken | dict.fromkeys(("device", "tracker/experts"), memoryview(bytes(16)))
-    assert random_states.of_another_device(elsewhere) == ("device", "tracker/experts")
+    assert trainer_state.of_another_device(elsewhere) == ("device", "tracker/experts")
     hosts = taken | {"torch": memoryview(bytes(16))}
-    assert random_states.of_another_device(hosts) == (), "that of the host has no kinds: it was made by another torch"
+    assert trainer_state.of_another_device(hosts) == (), "that of the host has no kinds: it was made by another torch"

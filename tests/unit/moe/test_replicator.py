@@ -20,7 +20,7 @@ from xxhash import xxh3_128_digest
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.replication import round as exchange_round
-from megatron.core.dist_checkpointing.moe.replication.meeting import Meeting
+from megatron.core.dist_checkpointing.moe.replication.agreement import Meeting
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
     Garbled,

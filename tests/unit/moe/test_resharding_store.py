@@ -15,9 +15,8 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.resharding import Grid, RecordKey
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor
+from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor, fitted
 from megatron.core.dist_checkpointing.moe.resharding.store import ReshardingStore
-from megatron.core.dist_checkpointing.moe.resharding.trainer import fitted
 from megatron.core.dist_checkpointing.moe.storage.filesystem import SEGMENT, FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Topology
 

@@ -13,8 +13,8 @@ from stock_stand_in import arguments, stand_in
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock import flags
+from megatron.core.dist_checkpointing.moe.stock.resumed_settings import refuse_other_flags, shaping_flags
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
-from megatron.core.dist_checkpointing.moe.stock.shaping import refuse_other_flags, shaping_flags
 from megatron.core.dist_checkpointing.moe.stock.state import StockCounts
 
 HOOKS = {seam.name: Call.go_on for seam in SEAMS["0.19"]}

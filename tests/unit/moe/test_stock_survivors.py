@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.stock.kept_data import KeptData
-from megatron.core.dist_checkpointing.moe.stock.may_stay import why_not
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
+from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, why_not
 
 
 @pytest.mark.parametrize(

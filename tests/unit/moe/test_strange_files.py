@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.moe.dense_saves.choosing import _candidate
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery import diverged, timeline
-from megatron.core.dist_checkpointing.moe.recovery.diverged import Divergence, DivergenceNotes
+from megatron.core.dist_checkpointing.moe.recovery import exactness, timeline
+from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence, DivergenceNotes
 from megatron.core.dist_checkpointing.moe.runtime.status import STATUS_FILE
 from megatron.core.dist_checkpointing.moe.stock.dense import _iteration_in
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
@@ -139,13 +139,13 @@ def with_sidecars(root: Path, seed: int) -> Path:
 
 # What `verify` says that can be restored where the newest file of this kind is strange.
 NEWEST, OLDER, ANY = "newest", "older", "any"
-SIDECARS = (timeline.FILE, diverged.FILE, STATUS_FILE)
+SIDECARS = (timeline.FILE, exactness.FILE, STATUS_FILE)
 MEMORY = {
     "node/job/slot-000/segment-*.iter_0000002-*.json": OLDER,
     "node/job/slot-000/segment-002.bin": ANY,
     f"node/job/slot-000/{OWNER_FILE}": NEWEST,
     f"node/job/slot-000/{timeline.FILE}": NEWEST,
-    f"node/job/slot-000/{diverged.FILE}": NEWEST,
+    f"node/job/slot-000/{exactness.FILE}": NEWEST,
     f"node/job/slot-000/{STATUS_FILE}": NEWEST,
 }
 STORAGE = {"*/manifest.json": OLDER, "*/segment.bin": OLDER}
@@ -281,10 +281,10 @@ def test_a_dense_checkpoint_that_cannot_be_read_is_refused_in_a_line(pattern: st
 def test_damaged_notes_of_replays_are_said_once_and_put_aside(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / diverged.FILE).write_text(content, errors="surrogateescape")
+    (tmp_path / exactness.FILE).write_text(content, errors="surrogateescape")
     notes = DivergenceNotes(tmp_path)
     assert notes.read() == []
     assert notes.read() == []
-    assert caplog.text.count(str(tmp_path / diverged.FILE)) == 1
+    assert caplog.text.count(str(tmp_path / exactness.FILE)) == 1
     notes.add(NOTE)
     assert DivergenceNotes(tmp_path).read() == [NOTE]

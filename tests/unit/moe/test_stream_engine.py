@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.snapshot import page_locks, stream_engine
-from megatron.core.dist_checkpointing.moe.snapshot.chunks import CopyJob, Span, Throttle, chunked
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, Throttle, chunked
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 

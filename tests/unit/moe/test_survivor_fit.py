@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.local_recovery.log_plan import LogPlan
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
 from megatron.core.dist_checkpointing.moe.local_recovery.survivor import Survivor, SurvivorBuffers
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.types import Topology

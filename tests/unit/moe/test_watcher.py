@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, stop_waiting
-from megatron.core.dist_checkpointing.moe.runtime.signal_bytes import SignalBytes
+from megatron.core.dist_checkpointing.moe.runtime.termination import SignalBytes
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, MainThread, ToldToEnd, Watcher
 
 PATIENCE_S, LONG_S = 0.2, 20.0

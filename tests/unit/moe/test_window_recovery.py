@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.dist_checkpointing.moe.policy.segments import base_for
+from megatron.core.dist_checkpointing.moe.policy.rollback import base_for
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, Found
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import whole_windows

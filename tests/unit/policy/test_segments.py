@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.policy.rollback import Pipeline
-from megatron.core.dist_checkpointing.moe.policy.segments import (
+from megatron.core.dist_checkpointing.moe.policy.rollback import (
+    Pipeline,
     base_for,
     feeds,
     ranks_of,

@@ -30,8 +30,7 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
-from megatron.core.dist_checkpointing.moe.strategies.sparse.budget import MEASURED, Budget
-from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import MEASURED, Budget, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .megatron_state.trainer_state import LoopState as LoopState
     from .recovery.timeline import Milestone as Milestone
     from .recovery.timeline import Timestamps as Timestamps
-    from .resharding.windows import OlderWindow as OlderWindow
-    from .runtime.disconnect import is_lost_peer as is_lost_peer
+    from .resharding.store import OlderWindow as OlderWindow
     from .runtime.nccl_settings import set_for_parking as set_for_parking
+    from .runtime.peer_links import is_lost_peer as is_lost_peer
     from .runtime.process_info import ProcessInfo as ProcessInfo
     from .seats.seat import take_seat as take_seat
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
@@ -31,13 +31,13 @@ _MODULES = {
     "Milestone": "recovery.timeline",
     "MoECheckpointConfig": "config",
     "MoECheckpointManager": "manager",
-    "OlderWindow": "resharding.windows",
+    "OlderWindow": "resharding.store",
     "ProcessInfo": "runtime.process_info",
     "ProtectionReport": "snapshot.coordinator",
     "StepJournal": "types",
     "Timestamps": "recovery.timeline",
     "WaitReport": "types",
-    "is_lost_peer": "runtime.disconnect",
+    "is_lost_peer": "runtime.peer_links",
     "set_for_parking": "runtime.nccl_settings",
     "take_seat": "seats.seat",
 }

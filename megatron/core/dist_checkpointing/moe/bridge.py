@@ -38,8 +38,8 @@ from . import features
 from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
 from .manager import MoECheckpointManager
-from .megatron_state.random_states import random_states, restore_random
-from .megatron_state.step_counts import loading_step_counts
+from .megatron_state.optimizer_state import loading_step_counts
+from .megatron_state.trainer_state import random_states, restore_random
 from .ports import Json
 
 SETTINGS = "MOE_CKPT_FLAGS"

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from .config import MoECheckpointConfig, out_of_range
 from .errors import UsageError
-from .policy.copy_rate import AUTO, CopyRate
 from .policy.determinism import DeviceSettings, obstacles
 from .policy.elastic import ElasticRange, unfit
-from .policy.memory_limit import MemoryLimit
+from .policy.memory_limit import AUTO, CopyRate, MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
 from .strategies import STRATEGIES, owners_of
 

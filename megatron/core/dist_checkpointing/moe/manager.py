@@ -50,12 +50,12 @@ from .preconditions import (
     refuse_what_cannot_repeat_itself,
 )
 from .recovery.timeline import RecoveryTimeline, Timestamps
-from .runtime.disconnect import close_connections, is_lost_peer
 from .runtime.faults import Phase, fault_injector
 from .runtime.iterations import Iterations, LoopCall, LoopPhase
-from .runtime.leases import leases_without_session
 from .runtime.live_state import Training
 from .runtime.nccl_settings import process_group_backend, process_group_timeout_s, wrong_settings
+from .runtime.opening import leases_without_session
+from .runtime.peer_links import close_connections, is_lost_peer
 from .runtime.process_info import ProcessInfo
 from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session

@@ -13,7 +13,7 @@ from . import features
 from .config import MoECheckpointConfig
 from .contradictions import contradictions, inelastic, must_repeat_itself, not_repeatable
 from .errors import UsageError
-from .runtime.device_settings import device_settings
+from .runtime.nccl_settings import device_settings
 from .runtime.process_info import ranks_of_node
 
 

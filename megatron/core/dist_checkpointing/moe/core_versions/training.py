@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import multiprocessing
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.transformer.moe import moe_utils
+
+from ..seats.channel import end_with_parent
 
 try:  # from 0.18 on
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -91,3 +99,69 @@ def norm_as_in_training(optimizer: ChainedOptimizer, norm: float | None) -> floa
     if len(optimizer.chained_optimizers) > 1 and not optimizer.grads_states_parallel_group_is_shared():
         return norm  # made of the norms of all parts, as a number
     return torch.tensor([norm], dtype=torch.float32, device=torch.cuda.current_device())
+
+
+# The processes in which core writes checkpoints in the background, made to end with the trainer that started them.
+#
+# Core (0.17 to 0.19) keeps a worker, and a manager of a queue for its results. Both wait for a trainer that was killed
+# without end, with torch imported and all that they were given.
+
+_LOOP = "async_loop"
+_core_loop = getattr(PersistentAsyncCaller, _LOOP)  # here it is core's own, also in a worker, which imports this anew
+
+
+@contextlib.contextmanager
+def ending_with_their_trainer() -> Iterator[None]:
+    """In this block workers that core starts end with this process."""
+    setattr(PersistentAsyncCaller, _LOOP, staticmethod(worker))
+    try:
+        yield
+    finally:
+        setattr(PersistentAsyncCaller, _LOOP, staticmethod(_core_loop))
+
+
+def worker(*arguments: Any) -> None:
+    """What such a worker does: as core's."""
+    end_with_parent()
+    _core_loop(*arguments)
+
+
+def results_queue(mp_mode: str = "spawn") -> Any:
+    """As core's queue for results of saves, one for all; the process that keeps it ends with this one.
+
+    mp_mode: how that is started, at the first call.
+    """
+    if not _kept:
+        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+        manager.start(end_with_parent)
+        _kept.append((manager, manager.Queue()))  # the queue ends with its manager
+    return _kept[0][1]
+
+
+_kept: list[tuple[SyncManager, Any]] = []
+
+
+# Core's writer of `torch_dist` checkpoints.
+
+_QUEUE = (
+    "get_write_results_queue" if hasattr(filesystem_async, "get_write_results_queue") else "_get_write_results_queue"
+)
+
+
+@contextlib.contextmanager
+def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
+    """Keep core from starting a manager process for the results of a save that this process writes itself.
+
+    Starting one imports torch anew on every rank, at the first save after each start. One that is needed ends with this
+    process.
+
+    Args:
+        is_async: Whether other processes write, whose results come through that manager.
+    """
+    original = getattr(filesystem_async, _QUEUE)
+    results: queue.Queue[Any] = queue.Queue()
+    setattr(filesystem_async, _QUEUE, lambda *given, **named: results_queue(*given, **named) if is_async() else results)
+    try:
+        yield
+    finally:
+        setattr(filesystem_async, _QUEUE, original)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,37 @@ import torch.distributed as dist
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.dense import open_dense
-from moe_ckpt.dense.integrity import NAME, FileSum
+from moe_ckpt.dense.integrity import NAME, FileSum, damaged, shares
 from moe_ckpt.dense.merged import open_merged
-from moe_ckpt.dense.names import INFORMING_BYTES, RELEASE, TRACKER, read_beside
+from moe_ckpt.dense.names import COMMON, FORMAT, INDEX, INFORMING_BYTES, ITERATION, RELEASE, TRACKER, read_beside
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..storage.manifest import is_keyed
-from .agreement import RankFailure, on_rank_zero
 from .directory import CheckpointDirectory
-from .intact import require_intact
+from .writing import RankFailure, all_done, on_rank_zero, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
+
+# Compares the bytes of a checkpoint with what was saved, before any of them is loaded.
+
+POLL_INTERVAL_S = 0.05
+
+
+def require_intact(sums: Mapping[Path, FileSum]) -> None:
+    """Compare all files with their sums, each rank its share of them; a collective over all ranks.
+
+    Raises RankFailure on every rank, which names the file, if any has changed.
+    """
+    own = shares(sums, dist.get_world_size())[dist.get_rank()]
+    with ThreadPoolExecutor(1, "integrity") as beside:
+        summing = beside.submit(damaged, {path: sums[path] for path in own})
+        # A single huge file may take one rank longer than a collective may last.
+        while True:
+            wait([summing], POLL_INTERVAL_S)
+            if all_done(summing.done()):
+                break
+        found = summing.result()
+    raise_on_all_ranks(f"{found[0]}; restore the file or take another iteration" if found else None)
 
 
 @dataclass(frozen=True)
@@ -200,3 +221,32 @@ def _transient(args: Any, root: Path | None) -> _Loadable | None:
 
 def _iteration(name: str) -> int:
     return -1 if name == RELEASE else int(name.removeprefix("iter_"))
+
+
+# What `--load` names, where that is nearly a folder of checkpoints.
+
+
+def one_iteration(args: Any) -> str:
+    """Let `--load` of one iteration's folder mean that iteration; returns what is said of it, empty if it is none.
+
+    Megatron-LM looks for a tracker there, finds none, and begins anew. Raises UsageError for a folder that holds
+    something else than its checkpoints.
+    """
+    given, here = args.load, Path(args.load or "").absolute()
+    if given is None or "://" in given or (here / TRACKER).exists() or not here.is_dir():
+        return ""
+    if ITERATION.fullmatch(here.name) and any((here / name).exists() for name in (INDEX, FORMAT, COMMON)):
+        args.load, args.ckpt_step = str(here.parent), int(here.name.removeprefix("iter_"))
+        return f"--load {given} is one iteration: taken as --load {args.load} --ckpt-step {args.ckpt_step}"
+    if here.name == RELEASE:
+        raise UsageError(f"--load {given} is what {TRACKER} of a released model names: give the folder above it")
+    if any(here.glob("iter_*-rank_*")):
+        raise UsageError(f"--load {given} holds snapshots, not checkpoints: give it as --moe-ckpt-persist-dir")
+    if (here / "config.json").exists() and any(here.glob("*.safetensors")):
+        raise UsageError(f"--load {given} is a Hugging Face model: moe-ckpt convert --from hf makes a checkpoint of it")
+    if left := CheckpointDirectory(here).iterations():
+        return (
+            f"--load {given} has no {TRACKER}, so training begins anew; to go on from its iteration {left[0]} give"
+            f" --ckpt-step {left[0]}"
+        )
+    return ""

@@ -15,9 +15,8 @@ from moe_ckpt.dense.dense import require_complete
 from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, FileSum, seal
 
 from ..errors import format_error
-from .agreement import RankFailure, agree
 from .directory import CheckpointDirectory
-from .writing import Finishing, finish, summed, take_sums, write_now
+from .writing import Finishing, RankFailure, agree, finish, summed, take_sums, write_now
 
 log = logging.getLogger(__name__)
 

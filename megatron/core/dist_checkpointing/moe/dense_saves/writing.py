@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -27,10 +28,64 @@ from moe_ckpt.dense.names import SUMS_BYTES
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..replay.patches import replaced
-from ..storage.job_secret import read_secret
 from ..storage.manifest import is_keyed, use_secret
-from ..storage.small_files import read_small
-from .agreement import RankFailure, agree, all_done, raise_on_all_ranks
+from ..storage.small_files import read_secret, read_small
+
+# Outcomes that all ranks share: what fails on one rank is raised on all of them, with the same words.
+
+
+class RankFailure(Exception):
+    """Something failed on at least one rank; the text names the ranks and the first reason."""
+
+
+def on_rank_zero[T](action: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
+    """Run `action` on rank 0 and return its value on every rank.
+
+    If it raises one of `errors`, every rank raises an equal exception: the same type and arguments.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except errors as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    value: T = outcome[0]
+    return value
+
+
+def raise_on_all_ranks(problem: str | None) -> None:
+    """Raise RankFailure on every rank if `problem` is given on any; a collective over all ranks."""
+    failed = gathered(problem)
+    if failed:
+        ranks = ", ".join(map(str, failed))
+        raise RankFailure(f"{next(iter(failed.values()))} (on rank{'s' if len(failed) > 1 else ''} {ranks})")
+
+
+def all_done(is_done: bool) -> bool:
+    """Whether `is_done` holds on every rank; a short collective over all ranks.
+
+    Asked again and again while work goes on beside it, so that no collective waits as long as the slowest rank takes.
+    """
+    unfinished = torch.tensor([int(not is_done)], device=torch.cuda.current_device())
+    dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
+    return not unfinished.item()
+
+
+def agree(problem: str | None) -> None:
+    """As `raise_on_all_ranks`, for what rarely fails: one number is reduced, and texts are gathered for a failure."""
+    if not all_done(problem is None):
+        raise_on_all_ranks(problem)
+
+
+def gathered(problem: str | None) -> dict[int, str]:
+    """The problems of all ranks, by rank; a collective."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return {rank: text for rank, text in enumerate(problems) if text is not None}
+
 
 type Step = Callable[[], None]
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import MoECheckpointError, PeerLost
 from ..replay.patches import replaced
-from ..replication.store_gather import gathered_by_store
+from ..replication.agreement import gathered_by_store
 
 Answers = list[tuple[str, Any]]
 """What each collective on objects came to, with its name, in the order of the build."""

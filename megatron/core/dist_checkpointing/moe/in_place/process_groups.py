@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.core import parallel_state
 
 from ..errors import MoECheckpointError
-from ..runtime.disconnect import close_connections, named_groups, take_aborted_groups
+from ..runtime.peer_links import close_connections, named_groups, take_aborted_groups
 
 
 class StillConnected(MoECheckpointError):

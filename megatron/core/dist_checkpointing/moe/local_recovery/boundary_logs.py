@@ -31,10 +31,10 @@ from ..ports import (
     StoreFailure,
     Task,
 )
-from ..snapshot.identity import Identity
+from ..snapshot.persisting import Identity
 from ..strategies import Piece
 from ..types import LOG, SnapshotPlan, StepJournal
-from .log_plan import LogPlan
+from .boundary_copies import LogPlan
 
 __all__ = ["BoundaryLogs", "LogCoverage", "LogPlan", "LogPorts", "Recorder"]
 

@@ -11,7 +11,7 @@ import torch
 from ..errors import UnreadableCheckpoint
 from ..ports import Field, Reader
 from ..types import Direction, received_key
-from .fingerprints import UNKNOWN, fingerprint
+from .boundary_copies import UNKNOWN, fingerprint
 
 _OTHER = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
 

@@ -38,18 +38,17 @@ from ..recovery.kept_state import KeptState
 from ..recovery.recovery import RollForward
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
-from ..snapshot.identity import Identity
 from ..snapshot.memory_limit import taken_bytes
 from ..snapshot.page_locks import PageLocks
+from ..snapshot.persisting import Identity
 from ..snapshot.stream_engine import StreamEngine
-from ..storage.checksums import HURRIED_THREADS, checksum_bytes_per_s
+from ..storage.manifest import HURRIED_THREADS, checksum_bytes_per_s
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology
-from .boundary_copies import BoundaryRecorder
+from .boundary_copies import BoundaryRecorder, LogPlan
 from .boundary_logs import BoundaryLogs, LogPorts
 from .communicator import BoundaryCommunicator
 from .gradients import LiveBuffers, LiveGradients, Prepared, roll_forward
-from .log_plan import LogPlan
 from .park import Parker, ParkPorts, park_sizes
 from .step_guard import StepGuard
 

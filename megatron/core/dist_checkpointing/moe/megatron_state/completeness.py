@@ -16,8 +16,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.utils import unwrap_model
 
-from .extents import Cover, Extent, IncompleteState, check_cover
 from .operators import StateTensor, is_constant
+from .partitions import Cover, Extent, IncompleteState, check_cover
 
 _SCRATCH = frozenset({"found_inf", "dummy_overflow_buf", "scale_one", "scale"})
 """Tensors of Megatron's optimizers that each step overwrites or that never change, without leading underscores."""

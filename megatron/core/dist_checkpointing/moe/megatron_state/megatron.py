@@ -24,14 +24,6 @@ from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
 from ..types import Coordinates, OperatorId, Part, Topology
-from .compute_weights import (
-    any_rank,
-    gather_compute_weights,
-    level_step_counts,
-    recast_compute_weights,
-    recast_quantized_weights,
-    settle_gathers,
-)
 from .module_tree import tree_of
 from .operators import (
     WORD_EMBEDDINGS,
@@ -45,9 +37,16 @@ from .operators import (
     locate,
 )
 from .optimizer_state import MASTER_OF_FUSED, SteppedTensor, holds_masters, optimizer_members, scale_of
-from .quantization import quantization_tensors
-from .quantized import is_quantized, raw, raw_fields
-from .restore import LiveRestorer
+from .quantization import is_quantized, quantization_tensors, raw, raw_fields
+from .restore import (
+    LiveRestorer,
+    any_rank,
+    gather_compute_weights,
+    level_step_counts,
+    recast_compute_weights,
+    recast_quantized_weights,
+    settle_gathers,
+)
 
 
 def read_topology(ranks_per_node: int) -> Topology:

@@ -2,15 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from .fused_adam import guard_scales, level_scales
 from .operators import Shard
-from .quantized import is_quantized
+from .quantization import is_quantized
+
+# What Transformer Engine's `FusedAdam` needs to train with state of few bits, until its own releases have it.
+#
+# Checked against 2.11.0 and 2.20.2. Changed are attributes of one optimizer, never of the class.
+
+Rescale = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def guard_scales(fused: Any) -> None:
+    """Let moments become zero that are too small for a scale; a second call does nothing.
+
+    `FusedAdam` scales each tensor so that its largest value fills the format, and divides by that scale. The moments of
+    an expert that no token has reached are zero: for fp8 the quotient is infinite, and zero times infinity makes the
+    moments NaN, and in the next step the weights, while the loss is finite still. Without tokens for hundreds of
+    iterations first moments decay below 1e-34, where it is infinite for fp16 too. Other values stay to the bit.
+    """
+    if "_apply_scale" in vars(fused):
+        return
+    rescale: Rescale = fused._apply_scale
+    largest_of = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
+
+    def guarded(name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor) -> None:
+        quantized = is_quantized(scaled)
+        if not quantized and scaled.dtype is not torch.float16:
+            rescale(name, unscaled, scaled, scale)
+            return
+        largest = largest_of[torch.uint8 if quantized else torch.float16]
+        lowest, highest = torch.aminmax(unscaled)
+        torch.div(torch.maximum(-lowest, highest), torch.full_like(scale, largest), out=scale)
+        factor = scale.reciprocal()
+        is_usable = torch.isfinite(factor) & (scale > 0)
+        if quantized:
+            scaled._quantizer.scale.copy_(torch.where(is_usable, factor, 1.0))
+            scaled.copy_(unscaled)
+        else:
+            unscaled.mul_(torch.where(is_usable, factor, 0.0))
+            scaled.copy_(unscaled)
+
+    fused._apply_scale = guarded
+
+
+def level_scales(optimizer: Any, weights: Sequence[Any]) -> None:
+    """After each step: eight-bit weights have the scale they were cast with, on all ranks; a second call does nothing.
+
+    `FusedAdam` writes `_scale_inv` of the shards that a rank steps, and only their bytes are gathered. The other
+    data-parallel ranks would read them with the scale of the initialization for ever, and train visibly worse. All
+    ranks know the scale: largest values are reduced over them.
+
+    Args:
+        optimizer: The chain of optimizers, whose `step_with_ready_grads` all ranks call in each step.
+        weights: Float8Tensors whose masters `FusedAdam` keeps, of all ranks.
+    """
+    if not weights or "step_with_ready_grads" in vars(optimizer):
+        return
+    step: Callable[[], bool] = optimizer.step_with_ready_grads
+
+    def leveled() -> bool:
+        updated = step()
+        for one in weights if updated else ():
+            one._scale_inv.copy_(one._quantizer.scale.reciprocal().view(one._scale_inv.shape))
+        return updated
+
+    optimizer.step_with_ready_grads = leveled
+
+
+def keep_masters_in_fp8(fused: Any) -> None:
+    """Let masters be kept in fp8 (E4M3), each with a scale, as FP8-LM does; before any state is there.
+
+    The class takes fp32 and fp16 only; what is behind that check takes eight bits for masters as it does for moments.
+    """
+    fused.master_weight_dtype = fused.name_to_dtype_map["master_param"] = torch.uint8
+
+
+@torch.no_grad()
+def reload_masters(fused: Any) -> None:
+    """Make the masters those of the compute weights, which Megatron-Core leaves to `FusedAdam` and that to nobody."""
+    for group in fused.param_groups:
+        for parameter in group["params"]:
+            if fused.state[parameter]["master_param"].dtype is torch.int16:
+                fused.state[parameter]["master_param"].zero_()
+            else:
+                fused.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
 
 MASTER_OF_FUSED = "master_param"
 """What `FusedAdam` calls master weights that it keeps itself, among the state of a shard of compute weights."""
@@ -114,3 +200,83 @@ def step_count(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
     dtype = torch.float64 if wide else torch.float32
     return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+# The step counts of torch's Adam while core loads a checkpoint: without Transformer Engine and Apex it loses them.
+#
+# Core (0.17 to 0.19) keeps one count in checkpoints, in the groups of an optimizer, and asks an optimizer that has made
+# no step for it in vain. What it loads it hands to all weights as one tensor, which torch's Adam would count up once
+# for each of them; its distributed optimizer then overwrites that with the count from before loading
+# (`dp_reshardable`), or fails for want of it (`fully_reshardable`). So counts are out of the way while core loads, and
+# come back afterwards.
+
+
+def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Those inside Megatron's optimizer; none where fused ones of Apex or Transformer Engine serve."""
+    return [member.optimizer for member in _members_with_adam(optimizer)]
+
+
+def allocate_step_counts(optimizer: MegatronOptimizer) -> None:
+    """Give each weight the state of Adam before its first step: core cannot save where no step was made yet, as with
+    fp16 whose first iterations are all skipped."""
+    for adam in torch_adams(optimizer):
+        allocate_adam(adam)
+
+
+@contextmanager
+def loading_step_counts(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """A block in which core loads a checkpoint into an optimizer, whether that has made a step or not."""
+    allocate_step_counts(optimizer)
+    handles = set_steps_aside_in_loads(optimizer)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        separate_steps(optimizer)
+
+
+def set_steps_aside_in_loads(optimizer: MegatronOptimizer) -> list[RemovableHandle]:
+    """From here on core can load; `separate_steps` has to follow. For an optimizer whose state is allocated."""
+    handles = []
+    for member in _members_with_adam(optimizer):
+        handles.append(member.optimizer.register_load_state_dict_pre_hook(_count_from_zero))
+        if isinstance(member, DistributedOptimizer):
+            handles.append(member.optimizer.register_load_state_dict_post_hook(_set_steps_aside))
+            handles.append(member.optimizer.register_state_dict_pre_hook(_put_steps_back))
+    return handles
+
+
+def separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every weight its own step count after core loaded a state; Adam refuses to step before that."""
+    for adam in torch_adams(optimizer):
+        _put_steps_back(adam)
+        for group in adam.param_groups:
+            group.pop("step", None)  # as in a job that has loaded nothing
+
+
+def _members_with_adam(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    members = optimizer_members(optimizer)
+    return [member for member in members if isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW)]
+
+
+def _set_steps_aside(adam: torch.optim.Optimizer) -> None:
+    """Move the step counts from the weights to their group, which is where core keeps them in checkpoints."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            group["step"] = float(adam.state[parameter].pop("step"))
+
+
+def _put_steps_back(adam: torch.optim.Optimizer) -> None:
+    """Give a step count to every weight that has none."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if "step" not in state:
+                state["step"] = step_count(parameter, group).fill_(group["step"])
+
+
+def _count_from_zero(adam: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Supply the step count of a checkpoint from before the first step: core leaves it out where it is zero."""
+    for state in state_dict["state"].values():
+        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))

@@ -23,18 +23,17 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
 
-from .compute_weights import gather_compute_weights
-from .fused_adam import reload_masters
 from .megatron import read_topology, state_tensors
 from .operators import StateTensor
-from .optimizer_state import allocate_optimizer_state, holds_masters, optimizer_members
+from .optimizer_state import allocate_optimizer_state, holds_masters, optimizer_members, reload_masters
 from .quantization import (
     allocate_quantization_state,
+    is_scale,
     packed,
     quantization_tensors,
     unpack,
 )
-from .quantized import is_scale
+from .restore import gather_compute_weights
 from .trainer_state import load_optimizer_scalars, optimizer_scalars
 
 SHARDING = "raw_shards"

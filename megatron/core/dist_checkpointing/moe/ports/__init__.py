@@ -16,11 +16,20 @@ from ..types.layout import (
     SnapshotId,
     Torn,
 )
-from .boundary import BoundarySink, BoundarySource
-from .executor import Clock, Executor, Pace, SendPace, Stopwatch, Task, WaitObserver
 from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
-from .training import RANDOM, Capturer, Execution, RecordedStep, Restorer, SteppedShard, StepRecorder, TrainerState
-from .transport import Transfer, Transport
+from .training import (
+    RANDOM,
+    BoundarySink,
+    BoundarySource,
+    Capturer,
+    Execution,
+    RecordedStep,
+    Restorer,
+    SteppedShard,
+    StepRecorder,
+    TrainerState,
+)
+from .transport import Clock, Executor, Pace, SendPace, Stopwatch, Task, Transfer, Transport, WaitObserver
 
 __all__ = [
     "DTYPE_BYTES",

@@ -37,7 +37,7 @@ from ..types import (
     Tier,
     received_key,
 )
-from .diverged import Divergence, without_repetitions
+from .exactness import Divergence, without_repetitions
 
 
 class OperatorPart(NamedTuple):

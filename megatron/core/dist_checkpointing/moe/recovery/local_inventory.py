@@ -15,11 +15,11 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import raise_on_all_ranks
-from ..snapshot.identity import Identity
+from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Piece
 from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier
-from .diverged import Divergence
+from .exactness import Divergence
 from .inventory import Catalogue, Found, InventoryRow, catalogue, is_past, listing, rank_inventory
 
 log = logging.getLogger(__name__)

@@ -30,16 +30,15 @@ from dataclasses import dataclass, field, replace
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
 from ..policy.lineage import Lineage, past
 from ..policy.recovery import widened
-from ..policy.segments import base_for, ranks_of, restored, segment_of, sends_all
+from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_all
 from ..policy.tracking import RestoredState
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
-from ..snapshot.identity import Identity
+from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import CONSTANT, GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
-from .diverged import Divergence
-from .exactness import ComparedIterations, exactness, from_values, to_values
+from .exactness import ComparedIterations, Divergence, exactness, from_values, to_values
 from .inventory import Catalogue, CopyLocation
 from .local_inventory import LocalInventory, by_window
 from .restoring import Attempt, RecoveryPorts, absent

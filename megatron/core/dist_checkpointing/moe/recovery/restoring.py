@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage
-from ..policy.segments import base_for, ranks_of, segment_of
+from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (
     Clock,
     Execution,
@@ -50,7 +50,7 @@ from ..types import (
     Tier,
     Topology,
 )
-from .diverged import DivergenceNotes
+from .exactness import DivergenceNotes
 from .inventory import CopyLocation, Found
 from .kept_state import KeptState
 from .sources import GatheredMetadata, Need, RefusedCopies, StepOutcome

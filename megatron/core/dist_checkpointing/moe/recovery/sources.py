@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
-from ..policy.segments import feeds, ranks_of
+from ..policy.rollback import feeds, ranks_of
 from ..ports import Json, Reader, SnapshotId, StoreFailure, Transport
 from ..types import (
     GRADIENTS,

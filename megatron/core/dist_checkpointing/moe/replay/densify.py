@@ -44,7 +44,7 @@ from ..ports import (
 )
 from ..replication.agreement import Group, raise_on_all_ranks
 from ..types import Direction, OperatorId, Part, StepJournal
-from .among import Among
+from .execution import Among
 
 log = logging.getLogger(__name__)
 

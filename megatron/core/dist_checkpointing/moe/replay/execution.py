@@ -11,7 +11,10 @@ skipped for an overflow, and with a stage on its own the number of tokens.
 from __future__ import annotations
 
 import contextlib
+import json
+import struct
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -22,7 +25,8 @@ from megatron.core.utils import unwrap_model
 
 from ..core_versions.seams import require_seams
 from ..core_versions.training import has_norm_of_its_own, skips_for_norm, uses_cuda_graphs
-from ..errors import UsageError
+from ..errors import MoECheckpointError, UsageError
+from ..ports import Json, PeerLost, Transport
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
 from .patches import counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
@@ -168,3 +172,58 @@ def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOp
     for reason, applies in reasons.items():
         if applies:
             raise UsageError(f"operators cannot be frozen with {reason}: use --moe-ckpt-strategy full or none")
+
+
+# Agreement among some of the ranks of a job, while the others wait or agree on something of their own.
+
+_SIZE = struct.Struct("<q")
+_MOST_BYTES = 1 << 30
+
+
+class Among:
+    """Gathers values of `members` alone, over messages of a transport between all ranks.
+
+    members: global ranks, this one among them, the same on each of them. `what` says in errors what they agree on.
+    """
+
+    def __init__(self, transport: Transport, members: Sequence[int], what: str) -> None:
+        self._transport, self.members, self._what = transport, tuple(sorted(members)), what
+
+    def gather(self, value: Json) -> list[Json]:
+        """The values of all members, in the order of their ranks. Raises PeerLost that names who did not answer."""
+        rank, (first, *others) = self._transport.rank, self.members
+        if rank != first:
+            self._send(first, value)
+            return cast("list[Json]", self._receive(first))
+        values = [value, *(self._receive(other) for other in others)]
+        for other in others:
+            self._send(other, values)
+        return values
+
+    def _send(self, to: int, value: Json) -> None:
+        data = json.dumps(value).encode()
+        try:
+            for transfer in [self._transport.send(to, part) for part in (_SIZE.pack(len(data)), data)]:
+                transfer.wait()
+        except PeerLost as error:
+            raise self._lost(to, error) from error
+
+    def _receive(self, source: int) -> Json:
+        size = bytearray(_SIZE.size)
+        try:
+            self._transport.receive(source, memoryview(size)).wait()
+            (nbytes,) = _SIZE.unpack(size)
+            if not 0 <= nbytes <= _MOST_BYTES:
+                raise PeerLost(f"it announced {nbytes} bytes, which cannot be: the connection is bad")
+            data = bytearray(nbytes)
+            self._transport.receive(source, memoryview(data)).wait()
+        except PeerLost as error:
+            raise self._lost(source, error) from error
+        try:
+            return cast("Json", json.loads(data))
+        except ValueError as error:
+            raise self._lost(source, error) from error
+
+    def _lost(self, other: int, error: Exception) -> PeerLost:
+        why = str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"
+        return PeerLost(f"rank {self._transport.rank} waited for rank {other} to {self._what}: {why}")

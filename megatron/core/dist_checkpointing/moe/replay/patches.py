@@ -26,7 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
-from ..core_versions.eight_bit_weights import cast_rows, casts_itself, quantized_rows, scales_kept
+from ..core_versions.seams import cast_rows, casts_itself, quantized_rows, scales_kept
 from ..core_versions.training import norm_as_in_training
 from ..types import StepJournal
 

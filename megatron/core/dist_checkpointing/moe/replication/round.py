@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import PeerLost
 from ..ports import Pace, SendPace, Transfer, Transport
-from .incoming import KEPT, IncomingReplicas, chunks, count
 from .messages import (
     AFTER,
     ANSWER_BYTES,
@@ -29,7 +28,7 @@ from .messages import (
     encode_header,
     encode_table,
 )
-from .receiver import ReplicaReceiver
+from .receiver import KEPT, IncomingReplicas, ReplicaReceiver, chunks, count
 
 if TYPE_CHECKING:
     from collections.abc import Buffer

@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore, Store
 
 from ..errors import UsageError
 from ..ports import PeerLost
+from .agreement import FIRST_PAUSE_S, LONGEST_PAUSE_S, Meeting
 from .connections import Connections, Message, MessageLane, Mover, receive_over, send_over
-from .meeting import FIRST_PAUSE_S, LONGEST_PAUSE_S, Meeting
 
 if TYPE_CHECKING:
     import socket

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from ..errors import MoECheckpointError, UsageError
-from ..storage.atomic import sync_directory
+from ..storage.system import sync_folder
 
 
 class Phase(Enum):
@@ -131,7 +131,7 @@ def _record(ledger_dir: Path, point: FaultPoint) -> bool:
             file.write(f"{point}\n")
             file.flush()
             os.fsync(file.fileno())
-        sync_directory(ledger_dir)
+        sync_folder(ledger_dir)
     except FileExistsError:
         return False
     except OSError as error:

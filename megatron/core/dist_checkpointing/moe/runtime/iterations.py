@@ -22,8 +22,8 @@ from ..seats.heartbeat import own_heartbeat
 from ..seats.seat import own_seat
 from ..snapshot.coordinator import ProtectionReport
 from ..types import StepJournal
-from .disconnect import close_connections, is_lost_peer
 from .faults import FaultInjector, Phase
+from .peer_links import close_connections, is_lost_peer
 from .session import Session
 from .termination import Termination
 

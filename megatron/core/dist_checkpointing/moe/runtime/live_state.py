@@ -32,7 +32,7 @@ from ..snapshot.capturer import LiveCapturer
 from ..snapshot.copy_engines import CopyEngine, ThreadEngine
 from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
-from ..storage.numa import local_cpus
+from ..storage.system import local_cpus
 from ..types import OperatorId, Topology
 
 

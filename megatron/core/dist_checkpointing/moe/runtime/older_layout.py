@@ -16,9 +16,8 @@ from ..errors import StoreFailure
 from ..policy.lineage import Lineage
 from ..ports import Json, Manifest, SnapshotId, Store, Transport
 from ..resharding.generation import LiveLayout
-from ..resharding.store import NoStorage, ReshardingStore
+from ..resharding.store import NoStorage, OlderWindow, ReshardingStore
 from ..resharding.survivors import SurvivingMemory
-from ..resharding.windows import OlderWindow
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
 from .process_info import ProcessInfo

@@ -23,8 +23,15 @@ from ..snapshot.memory_limit import NodeMemory
 from ..storage.lease import ProcessKey, machine, started
 from ..storage.memory import MemoryStore
 from ..storage.objects import open_durable
-from ..storage.ownership import job_of_launcher, launcher, slot_directory
-from ..storage.private_folders import check_private, is_shared, make_private, refused_as_unusable
+from ..storage.ownership import (
+    check_private,
+    is_shared,
+    job_of_launcher,
+    launcher,
+    make_private,
+    refused_as_unusable,
+    slot_directory,
+)
 from ..storage.renamed_node import take_over_memory, tell_of_memory
 from ..storage.system import node_memory_bytes
 from ..types import Topology

@@ -26,13 +26,12 @@ from ..config import MoECheckpointConfig
 from ..errors import format_error
 from ..extensions import Additions, Extension, asked_for
 from ..local_recovery.survivor import Survivor
-from ..megatron_state.model_operators import model_operators
-from ..megatron_state.module_tree import drops_tokens
+from ..megatron_state.module_tree import drops_tokens, model_operators
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import attempt_name, continued, number_of
 from ..policy.parking import Cause
 from ..ports import Execution, Layout
-from ..recovery.diverged import DivergenceNotes
+from ..recovery.exactness import DivergenceNotes
 from ..recovery.kept_state import keep, take
 from ..recovery.recovery import Recovery
 from ..recovery.restoring import RecoveryPorts
@@ -40,19 +39,18 @@ from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, 
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
 from ..snapshot.background import ThreadExecutor
-from ..snapshot.buffers import gathered_sizes, gathered_unchanging
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
-from ..snapshot.identity import Identity
+from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging
+from ..snapshot.persisting import Identity
 from ..snapshot.stopwatch import CudaStopwatch
 from ..snapshot.workers import Persister, ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
 from .clock import SystemClock
-from .leases import Leases
 from .live_state import LiveState, Training
 from .older_layout import OlderLayout
-from .opening import Transports, introduced, own_connection, parallel_layout, placed_topology
+from .opening import Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,

@@ -16,8 +16,7 @@ from ..local_recovery.survivor import Survivor, SurvivorBuffers
 from ..ports import Clock, NoRoom, Transport
 from ..replay.densify import Logs
 from ..replication.agreement import raise_on_all_ranks
-from ..snapshot.buffers import memory_report_of, segment_sizes
-from ..snapshot.memory_limit import Taker, ask_for_less, taken_bytes
+from ..snapshot.memory_limit import Taker, ask_for_less, memory_report_of, segment_sizes, taken_bytes
 from ..storage.memory import MemoryStore
 from ..strategies import Job, Strategy
 from .live_state import LiveState, Training

@@ -25,8 +25,8 @@ from ..policy.parking import StepPhase
 from ..ports import Transport
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..replay.densify import Replay
-from ..resharding.windows import OlderWindow
-from ..snapshot.identity import Identity
+from ..resharding.store import OlderWindow
+from ..snapshot.persisting import Identity
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..resharding.windows import OlderWindow
+from ..resharding.store import OlderWindow
 from ..types import StepJournal
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..policy.parking import Cause
     from ..recovery.timeline import RecoveryTimeline
     from ..snapshot.coordinator import Coordinator, ProtectionReport
-    from .leases import Leases
+    from .opening import Leases
     from .peer_links import PeerLinks
 
 type RunAgain = Callable[[OlderWindow, Callable[[Path], None]], int]

@@ -31,9 +31,8 @@ from typing import NamedTuple, Protocol
 
 from ..errors import PeerLost, Terminated
 from ..policy.parking import Cause
-from .disconnect import close_connections
-from .peer_links import PeerLinks
-from .signal_bytes import SignalBytes
+from .peer_links import PeerLinks, close_connections
+from .termination import SignalBytes
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,18 @@ from pathlib import Path
 
 from ..boot_clock import since_boot_s
 from ..errors import PeerLost
-from .channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
-from .copies import can_be_copied_later, copied, may_be_copied
+from .channel import (
+    DESCRIPTOR,
+    LAUNCHER_VERSION,
+    VERSION,
+    Channel,
+    Message,
+    can_be_copied_later,
+    copied,
+    end_with_launcher,
+    may_be_copied,
+)
 from .heartbeat import own_heartbeat
-from .lifeline import end_with_launcher
 
 OWN_NAME = Path("/proc/self/comm")
 PROCESS_NAME = "rank-"

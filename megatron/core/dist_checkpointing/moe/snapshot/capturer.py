@@ -23,8 +23,7 @@ from ..errors import UsageError
 from ..megatron_state.operators import StateTensor
 from ..ports import RANDOM, Field, Layout, MappedWriter, Pace, TrainerState
 from ..types import OperatorId, Part, SnapshotPlan
-from .chunks import Span
-from .copy_engines import CopyEngine
+from .copy_engines import CopyEngine, Span
 
 _REMEMBERED_LAYOUTS = 64
 _TRIAL_BYTES = 64 << 20

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import MoECheckpointError
 from ..extensions.base import Additions
-from ..policy.copy_rate import CopyRate
 from ..policy.lifecycle import Protection
+from ..policy.memory_limit import CopyRate
 from ..policy.tracking import RestoredState
 from ..ports import (
     Capturer,
@@ -38,10 +38,9 @@ from ..strategies import BufferSpec, Costs, Job, LossReport, Piece, Strategy, Th
 from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal, WaitReport
 from .background import BackgroundWork
-from .buffers import memory_report_of
-from .chunks import Throttle
+from .copy_engines import Throttle
 from .iteration_message import IterationMessage, MessageExchange
-from .memory_limit import Room, Taker
+from .memory_limit import Room, Taker, memory_report_of
 from .stopwatch import HostStopwatch, PassTimes
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .chunks import LOCK_BYTES
+from .copy_engines import LOCK_BYTES
 
 log = logging.getLogger(__name__)
 

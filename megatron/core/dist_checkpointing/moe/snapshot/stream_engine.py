@@ -26,8 +26,18 @@ from collections.abc import Sequence
 import torch
 
 from ..ports import Pace
-from .chunks import CHUNK_BYTES, CopyJob, Span, Throttle, chunked, total_bytes
-from .copy_engines import TICK_S, CopyEngine, extent_bytes, require_idle
+from .copy_engines import (
+    CHUNK_BYTES,
+    TICK_S,
+    CopyEngine,
+    CopyJob,
+    Span,
+    Throttle,
+    chunked,
+    extent_bytes,
+    require_idle,
+    total_bytes,
+)
 from .page_locks import PageLocks
 
 _POLL_S = 0.0005

@@ -34,8 +34,7 @@ from ..replication.round import Offer
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
-from .identity import Identity
-from .persisting import CopyOrder, carry_out
+from .persisting import CopyOrder, Identity, carry_out
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 1.0

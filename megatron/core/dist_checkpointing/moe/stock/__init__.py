@@ -16,8 +16,7 @@ from importlib.metadata import version
 
 import torch
 
-from ..core_versions.async_workers import ending_with_their_trainer
-from ..core_versions.checkpoints import results_in_process
+from ..core_versions.training import ending_with_their_trainer, results_in_process
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from ..runtime.nccl_settings import set_for_parking

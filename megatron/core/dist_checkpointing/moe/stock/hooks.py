@@ -34,29 +34,25 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from ..config import MoECheckpointConfig
-from ..dense_saves.load_folder import one_iteration
+from ..dense_saves.choosing import one_iteration
 from ..errors import UsageError
 from ..extensions import load
-from ..megatron_state.random_states import random_states, restore_random
-from ..megatron_state.step_counts import allocate_step_counts, loading_step_counts
+from ..megatron_state.optimizer_state import allocate_step_counts, loading_step_counts
+from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
-from ..runtime.disconnect import is_lost_peer
+from ..runtime.peer_links import is_lost_peer
 from ..seats.heartbeat import own_heartbeat
-from . import flags, raw_saves
-from .boundary import boundary
-from .catch_up import CatchUp
-from .common_iterations import CommonIterations
+from . import dense, flags
+from .catch_up import CatchUp, Quiet
 from .dense import StockSaves, newest_checkpoint, written_folder
-from .iteration import Report, StockIteration, mean_loss
-from .quiet import Quiet
-from .resumed_settings import flags_hold, told
+from .iteration import CommonIterations, Report, StockIteration, boundary, mean_loss
+from .resumed_settings import flags_hold, refuse_other_flags, shaping_flags, told
 from .seams import Call, Hook
-from .shaping import refuse_other_flags, shaping_flags
 from .state import StockCounts
 from .survivors import Survivors
 
 if TYPE_CHECKING:
-    from ..resharding.windows import OlderWindow
+    from ..resharding.store import OlderWindow
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +169,7 @@ class Hooks:
             return load
 
         def load_any() -> Any:
-            with raw_saves.loading(self._args, call["ddp_model"], call["optimizer"]):
+            with dense.loading(self._args, call["ddp_model"], call["optimizer"]):
                 return load()
 
         return load_any
@@ -452,11 +448,11 @@ class Hooks:
     def _save_checkpoint(self, call: Call) -> Any:
         save = call.go_on if self._saves is None else functools.partial(self._saves.save, call)
         to_local = call["non_persistent_ckpt"] and self._args.non_persistent_ckpt_type == "local"
-        if to_local or not raw_saves.saves_raw(self._args, call["optimizer"]):
+        if to_local or not dense.saves_raw(self._args, call["optimizer"]):
             return save()
         self._in_raw = True
         try:
-            with raw_saves.generating(call["model"], call["optimizer"]):
+            with dense.generating(call["model"], call["optimizer"]):
                 return save()
         finally:
             self._in_raw = False
@@ -465,7 +461,7 @@ class Hooks:
         if getattr(self._args, "fp8_param_gather", False):
             force_all_tensors_to_non_fp8(call["sharded_state_dict"])  # core would pickle those of eight bits
         if self._in_raw:
-            call = call.replacing(content_metadata=raw_saves.content_metadata(call["content_metadata"]))
+            call = call.replacing(content_metadata=dense.content_metadata(call["content_metadata"]))
         return call.go_on() if self._saves is None else self._saves.shards(call)
 
     def _load_shards(self, call: Call) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 
 from megatron.core import parallel_state
 
+from ..errors import UsageError
 from ..recovery.timeline import RecoveryTimeline
 from ..snapshot.coordinator import ProtectionReport
 
@@ -53,3 +57,52 @@ def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> float | None:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(total, group=group)
     return float(total[0] / total[1])
+
+
+# What stages of a pipeline send each other, through the communicator that lets a single one replay from it.
+
+
+def boundary(manager: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a schedule through which the stages of a pipeline send what a single one can replay from."""
+    if manager.communicator is None:
+        return {}
+    if options.get("p2p_communicator") is not None:
+        raise UsageError(
+            "`pretrain` was given a p2p_communicator, but what stages send has to go through that of the checkpoint"
+            " subsystem: use --moe-ckpt-recovery global, or do without it"
+        )
+    return {"p2p_communicator": manager.communicator, "pg_collection": manager.process_groups}
+
+
+# Counts the iterations that all ranks train together, in place of those since a rank entered the loop's `train`.
+#
+# After a local recovery the two differ: a rank that replayed has entered `train` some iterations before the first
+# common one, a rank that waited enters it there. What the loop does by its own count, and what has a collective of all
+# ranks
+#  in
+# it, would then be reached by some ranks only: the line of the first iteration is logged behind a barrier, and process
+# groups get their timeout of after the start behind another one. `docs/internals/decisions/067-iterations-since-
+# train.md` has a table of all that depends on the entry.
+
+
+class CommonIterations:
+    """Common iterations since this process was restored, or started.
+
+    Args:
+        loop: The module that has the loop.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._loop, self._begun = loop, 0
+
+    def begin(self) -> None:
+        """A common iteration begins. A collective of all ranks in the second one, if a timeout is to be set."""
+        self._begun += 1
+        seconds = self._loop.get_args().distributed_timeout_seconds_after_init
+        if self._begun == 2 and seconds is not None:
+            inspect.unwrap(self._loop.update_pg_timeout)(timedelta(seconds=seconds))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the current iteration is the first common one; the same on all ranks."""
+        return self._begun == 1

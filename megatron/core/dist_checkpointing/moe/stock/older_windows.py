@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from ..config import MoECheckpointConfig
-from ..dense_saves.agreement import all_done, gathered, on_rank_zero
 from ..dense_saves.directory import CheckpointDirectory
+from ..dense_saves.writing import all_done, gathered, on_rank_zero
 from ..errors import MoECheckpointError, UsageError
-from ..resharding.windows import OlderWindow
-from ..storage.job_secret import SECRET_FILE
+from ..resharding.store import OlderWindow
+from ..storage.small_files import SECRET_FILE
 
 log = logging.getLogger(__name__)
 

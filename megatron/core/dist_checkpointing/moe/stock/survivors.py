@@ -18,22 +18,171 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron.core import rerun_state_machine as rerun
 from megatron.core import timers
+from megatron.core.utils import get_model_config
 
 from ..errors import PeerLost, UsageError
 from ..in_place.building import own_build, rehearsed
-from ..in_place.called_off import unless_called_off
-from ..in_place.kept_process import KeptProcess
+from ..in_place.kept_process import KeptProcess, needs_fresh_process, unless_called_off
 from ..recovery.timeline import Milestone, Timestamps
 from ..replay.patches import replaced
 from ..seats.seat import own_seat
 from . import flags
-from .kept_data import KeptData
-from .kept_globals import KeptGlobals
-from .may_stay import why_not
-from .seams import Call
+from .seams import Call, release_of
 
 log = logging.getLogger(__name__)
+
+# Jobs in the stock loop whose processes cannot outlive a fault of others: all start anew, from standbys.
+
+RELEASES = ("0.19",)
+"""Of Megatron-Core, with which processes were seen to stay: what its loop keeps differs between releases."""
+
+_HELD = "holds process groups of the lost connections"
+_TWICE = "cannot be set up twice in a process"
+
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("async_save", bool, f"its queue of checkpoints {_HELD}"),
+    ("non_persistent_ckpt_type", lambda kind: kind == "local", f"its manager {_HELD}"),
+    ("enable_ft_package", bool, "its monitor takes a rank that waits for a hung one"),
+    ("log_straggler", bool, f"its detector {_TWICE}"),
+    ("profile", bool, f"a profile {_TWICE}"),
+    ("moe_routing_trace_path", bool, f"its tracer {_TWICE}"),
+    ("run_workload_inspector_server", bool, f"its server {_TWICE}"),
+    ("lazy_mpu_init", bool, "groups are then made by somebody else"),
+)
+
+
+def why_not(args: Any, version: str, *, is_started_by_script: bool = False) -> str | None:
+    """Why processes of this job cannot stay, None where they can.
+
+    args: of Megatron-LM. is_started_by_script: whether torch.distributed was started before `pretrain`, by nobody who
+    could be asked to start it again.
+    """
+    if release_of(version) not in RELEASES:
+        return f"Megatron-Core {version} was never tested with: known are {', '.join(RELEASES)}"
+    if is_started_by_script:
+        return (
+            "torch.distributed was started before `pretrain`; give `stock.protected(pretrain, connect=...)` what"
+            " starts it"
+        )
+    for name, applies, reason in _RULES:
+        value = getattr(args, name, None)
+        if value is not None and applies(value):
+            shown = "" if value is True else f" {value}"
+            return f"--{name.replace('_', '-')}{shown}: {reason}"
+    return needs_fresh_process(args)
+
+
+# What the stock loop keeps in globals and in the model's configuration, where `train` is entered a second time.
+#
+# `docs/internals/decisions/039-survivors-in-the-stock-loop.md` lists all of them, with those that stay as they are.
+
+_SET_BY_TRAIN = (
+    *("grad_scale_func", "timers", "no_sync_func", "grad_sync_func", "param_sync_func"),
+    "finalize_model_grads_func",
+)
+
+
+class KeptGlobals:
+    """As they are when the model is built, and `train` was not called yet.
+
+    Args:
+        loop: The module that has the loop.
+        chunks: Of the model of this rank.
+    """
+
+    def __init__(self, loop: Any, chunks: Any) -> None:
+        self._loop, self._chunks, self._config = loop, chunks, get_model_config(chunks[0])
+        self._before = {name: getattr(self._config, name) for name in _SET_BY_TRAIN if hasattr(self._config, name)}
+
+    def as_before_training(self) -> None:
+        """Let `train` begin as it does in a process that was just built."""
+        for name, value in self._before.items():
+            setattr(self._config, name, value)
+        for chunk in self._chunks:
+            if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
+                chunk.enable_forward_pre_hook()
+        for timer in self._loop.get_timers()._timers.values():
+            timer.reset()  # one that runs cannot be started
+        self._renew_rerun_machine()
+
+    def _renew_rerun_machine(self) -> None:
+        """It may be in the middle of an iteration, and has statistics of iterations that are run again."""
+        args, old = self._loop.get_args(), rerun.get_rerun_state_machine()
+        rerun.destroy_rerun_state_machine()
+        rerun.initialize_rerun_state_machine(
+            state_save_func=old.state_save_func,
+            state_restore_func=old.state_restore_func,
+            mode=rerun.RerunMode(args.rerun_mode),
+            error_injector=old.error_injector,
+            result_rejected_tracker_filename=old.result_rejected_tracker_filename,
+        )
+
+
+# Datasets of the stock loop are built once; iterators over them are made anew where training is brought back.
+
+_FACTS = "do_train", "do_valid", "do_test", "eval_iters"
+"""What ranks agree on in `args` when data are built."""
+
+
+class KeptData:
+    """Those of this rank. loop: the module that has the loop."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._providers: list[_Datasets] = []
+        self._iterators: list[Any] = []
+
+    def build(self, call: Call) -> Any:
+        """Make the iterators that a call is to make, of the datasets that its provider gives."""
+        if isinstance(call.first, _Datasets):
+            return call.go_on()
+        provider = _Datasets(call.first)
+        iterators = call.instead(provider).go_on()
+        self._providers.append(provider)
+        self._iterators.append(iterators)
+        return iterators
+
+    def renew(self) -> None:
+        """Let all iterators go on where `args` say that training stands. Whoever has one of them keeps it."""
+        for provider, iterators in zip(self._providers, self._iterators, strict=True):
+            _become(iterators, self._loop.build_train_valid_test_data_iterators(provider))
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks have agreed on."""
+        return {name: getattr(self._loop.get_args(), name) for name in _FACTS}
+
+    def set_facts(self, facts: dict[str, Any]) -> None:
+        """Take what survivors have agreed on."""
+        for name, value in facts.items():
+            setattr(self._loop.get_args(), name, value)
+
+
+class _Datasets:
+    """A provider of datasets that remembers what it gave."""
+
+    def __init__(self, provider: Callable[..., Any]) -> None:
+        self._provider = provider
+        self._given: dict[str, Any] = {}
+        self.is_distributed = getattr(provider, "is_distributed", False)
+
+    def __call__(self, *sizes: Any, **options: Any) -> Any:
+        asked_for = repr((sizes, options))
+        if asked_for not in self._given:
+            self._given = {asked_for: self._provider(*sizes, **options)}
+        return self._given[asked_for]
+
+
+def _become(old: Any, new: Any) -> None:
+    """Let iterators that others hold read what new ones would read."""
+    if isinstance(old, list | tuple):
+        for one, other in zip(old, new, strict=True):
+            _become(one, other)
+    elif old is not None:
+        vars(old).clear()
+        vars(old).update(vars(new))
+
 
 _INITIALIZE = "megatron.training.initialize"
 _CONNECTS = "_initialize_distributed"

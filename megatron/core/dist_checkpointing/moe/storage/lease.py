@@ -134,7 +134,7 @@ def place_of(where: str) -> LeasePlace:
     """Of a folder or a URL. Raises StoreFailure, UsageError."""
     if "://" not in where:
         return FolderPlace(Path(where))
-    from .lease_objects import ObjectPlace  # fsspec is for those who use it
+    from .lease_files import ObjectPlace  # fsspec is for those who use it
 
     return ObjectPlace(where)
 

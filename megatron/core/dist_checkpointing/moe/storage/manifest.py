@@ -22,10 +22,14 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint, UsageError
 from ..types import OperatorId, OperatorKind, Part
 from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, SnapshotId
-from .job_secret import DIGITS, SECRET_FILE, keyed_digest, signed
+from .small_files import DIGITS, SECRET_FILE, keyed_digest, signed
 
 if TYPE_CHECKING:
     from collections.abc import Buffer
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 FORMAT_VERSION = 1
 MOST_BYTES = 256 << 20
@@ -333,3 +337,30 @@ def _json_value(pairs: list[tuple[str, Any]]) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise UnreadableCheckpoint(f"{name} is no number in JSON")
+
+
+# Checksums of many records at once: one thread does 5 to 13 GB/s, less than a GPU copies in the same time.
+
+HURRIED_THREADS = min(4, os.cpu_count() or 1)
+"""For what has to be sealed before a launcher loses its patience."""
+
+_WORTH_BYTES = 32 << 20
+_TRIAL_BYTES, _TRIAL_PARTS = 64 << 20, 16
+
+
+def checksums(records: Sequence[memoryview], threads: int) -> tuple[str, ...]:
+    """Of each record, in their order."""
+    if threads < 2 or sum(record.nbytes for record in records) < _WORTH_BYTES:
+        return tuple(map(checksum, records))
+    with ThreadPoolExecutor(threads, "checksums") as pool:
+        return tuple(pool.map(checksum, records))
+
+
+def checksum_bytes_per_s(threads: int) -> float:
+    """How fast that is here, by a trial of a few milliseconds."""
+    part = _TRIAL_BYTES // _TRIAL_PARTS
+    whole = memoryview(bytearray(_TRIAL_BYTES))
+    parts = [whole[at * part : (at + 1) * part] for at in range(_TRIAL_PARTS)]
+    begun_s = time.perf_counter()
+    checksums(parts, threads)
+    return _TRIAL_BYTES / max(time.perf_counter() - begun_s, 1e-6)

@@ -21,9 +21,7 @@ from ..errors import NoRoom, StoreFailure, UnreadableCheckpoint, UsageError
 from ..types import GRADIENTS, PARKED
 from ..types.layout import Field, Layout, Listing, Manifest, SnapshotId, aligned, suffice
 from .base import SnapshotWriter
-from .checksums import HURRIED_THREADS, checksums
-from .manifest import MOST_BYTES
-from .numa import running_on
+from .manifest import HURRIED_THREADS, MOST_BYTES, checksums
 from .ownership import SLOT, Claim, warn_unless_in_memory
 from .slot_reader import SEALED, WRITING, MemoryReader, SlotEntry, SlotReader
 from .small_files import regular_stat
@@ -34,6 +32,7 @@ from .system import (
     failing_as,
     map_file,
     opened,
+    running_on,
     sync_directory,
     write_over,
 )

@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import UsageError, reason
-from .ownership import OWNER_FILE, live_owner
-from .private_folders import check_private, make_private
+from .ownership import OWNER_FILE, check_private, live_owner, make_private
 from .slot_reader import SEALED
 
 log = logging.getLogger(__name__)

@@ -235,3 +235,69 @@ def failing_as(what: str) -> Iterator[None]:
         if error.errno in NO_SPACE:
             raise NoRoom(f"cannot {what}: {error.strerror}; free space there or keep fewer snapshots") from error
         raise StoreFailure(f"cannot {what}: {error.strerror or error}; it is safe to try again") from error
+
+
+# Memory near the device that writes to it: on a node with several sockets the other one's memory is slower.
+#
+# Linux puts a page where the thread runs that touches it first. Segments are touched as they are allocated, so the
+# thread that allocates them runs on the cores of the device's socket for as long.
+
+SYSFS = Path("/sys")
+
+
+def local_cpus(pci_address: str, sysfs: Path = SYSFS) -> frozenset[int]:
+    """The cores near the device at this address, such as `0000:3b:00.0`; none where the system does not tell."""
+    with suppress(OSError, ValueError):
+        return _parsed((sysfs / "bus/pci/devices" / pci_address.lower() / "local_cpulist").read_text())
+    return frozenset()
+
+
+@contextmanager
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """This thread runs on these cores, as far as it may; on those that it had afterwards. Without any it stays."""
+    before = os.sched_getaffinity(0)
+    near = cpus & before
+    if not near:
+        yield
+        return
+    os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _parsed(text: str) -> frozenset[int]:
+    """From a list such as `0-3,8,10-11`."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+# Files that appear whole or not at all: write aside, fsync, rename, fsync the folder.
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`; after a crash a reader finds the old bytes or the new ones. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside the folder `path` durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,6 +1,5 @@
 """The words of the subsystem: operators, plans, topologies, models, inventories. No torch, nothing that acts."""
 
-from .journal import StepJournal, WaitReport
 from .model_shape import ModelShape, iterate_operators, moe_layers_of
 from .operators import (
     FP16_FP32,
@@ -15,6 +14,10 @@ from .operators import (
     expert,
 )
 from .recovery import (
+    GRADIENTS,
+    LOG,
+    PARKED,
+    STANDBY,
     BoundaryLog,
     Copy,
     CopySource,
@@ -27,9 +30,10 @@ from .recovery import (
     ReplaySegment,
     Scope,
     Tier,
+    boundary_key,
+    received_key,
 )
-from .snapshots import CONSTANT, Level, Piece, SnapshotPlan, Window, full_plan
-from .standby import GRADIENTS, LOG, PARKED, STANDBY, boundary_key, received_key
+from .snapshots import CONSTANT, Level, Piece, SnapshotPlan, StepJournal, WaitReport, Window, full_plan
 from .topology import Coordinates, Topology
 
 __all__ = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...policy.copy_rate import HEADROOM
+from ...policy.memory_limit import HEADROOM
 from ...ports import Pace
 from ...replication.agreement import raise_on_all_ranks
 from ...snapshot.coordinator import ProtectionReport

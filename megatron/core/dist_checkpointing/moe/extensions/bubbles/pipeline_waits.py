@@ -29,7 +29,7 @@ class PipelineWaits:
     """The waits of a stage whose process computes what it trains. `begin`, `waiting` and `end` are training's calls.
 
     Args:
-        wait_share: What `policy.copy_placement.estimated_wait_share` says; None where the schedule is not known.
+        wait_share: What `copy_placement.estimated_wait_share` says; None where the schedule is not known.
         clock: Tells the time in seconds.
     """
 

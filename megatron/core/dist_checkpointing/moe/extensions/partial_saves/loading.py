@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from moe_ckpt.dense.chain import Chain, read_chain, says_partial
 
-from ...dense_saves.agreement import raise_on_all_ranks
+from ...dense_saves.writing import raise_on_all_ranks
 from ...errors import UsageError
 from .shards import Shard, entry_of, under_own_name, with_all_axes
 

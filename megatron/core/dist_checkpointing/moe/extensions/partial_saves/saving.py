@@ -26,12 +26,12 @@ from megatron.core.utils import unwrap_model
 from moe_ckpt.dense.chain import MANIFEST, PARTIAL_BACKEND_VERSION, Chain, encode, read_chain
 from moe_ckpt.dense.partial_saves import PartialSaves, after_loading
 
-from ...dense_saves.agreement import on_rank_zero
 from ...dense_saves.directory import CheckpointDirectory
+from ...dense_saves.writing import on_rank_zero
 from ...errors import UnreadableCheckpoint
 from ...megatron_state.module_tree import layers_of_routers
 from ...megatron_state.popularity import TokenCounter
-from ...storage.atomic import write_atomically
+from ...storage.system import write_atomically
 from .lineage import ExpertLineage, summed
 from .shards import built, entries, selected
 

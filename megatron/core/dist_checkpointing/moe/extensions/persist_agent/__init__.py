@@ -7,7 +7,7 @@ import logging
 from ...errors import format_error
 from ...replication.agreement import raise_on_all_ranks
 from ...runtime.process_info import slot_of
-from ...storage.job_secret import read_secret
+from ...storage.small_files import read_secret
 from ..base import Additions, Extension
 from .agent import PersistAgent, wait_for_agent
 

@@ -21,11 +21,10 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
 from ...errors import UnreadableCheckpoint, UsageError
-from ...megatron_state.compute_weights import level_step_counts, recast_compute_weights, settle_gathers
-from ...megatron_state.model_operators import model_shape
+from ...megatron_state.module_tree import model_shape
 from ...megatron_state.operators import GlobalName, StateTensor
-from ...megatron_state.quantized import is_scale
-from ...megatron_state.restore import LiveRestorer
+from ...megatron_state.quantization import is_scale
+from ...megatron_state.restore import LiveRestorer, level_step_counts, recast_compute_weights, settle_gathers
 from ...policy.sharding import ShardAssignment, shard_checkpoint
 from ...types import FP32, ModelShape, OperatorId, Part, SnapshotPlan, Topology, full_plan
 

@@ -11,8 +11,7 @@ from ...errors import UsageError
 from ...policy.checks import not_negative
 from ...policy.dynamic_k import PltLimit
 from ...policy.ledger import TWO_LEVELS
-from ...policy.losses import mlt, plt_pec
-from ...policy.lossy_recovery import plan_lossy_recovery
+from ...policy.lossy_recovery import mlt, plan_lossy_recovery, plt_pec
 from ...types import Inventory, Level, Lost, OperatorId, Piece, RecoveryPlan, SnapshotPlan, Topology
 from ..base import Job, LossReport, Strategy
 from ..constants import ConstantState

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...policy.expert_choice import Stages
-from ...policy.partial import persist_selection
+from ...policy.partial import Stages, persist_selection
 from ...types import OperatorId, expert
 from ..base import Job
 from ..lossy.state import Experts

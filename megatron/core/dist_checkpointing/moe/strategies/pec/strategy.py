@@ -8,8 +8,7 @@ from typing import Any
 
 from ...config import MoECheckpointConfig
 from ...policy.dynamic_k import choose_k, k_ladder
-from ...policy.expert_choice import by_load, in_turn
-from ...policy.partial import PEC_SCOPES, next_position, pec_plan
+from ...policy.partial import PEC_SCOPES, by_load, in_turn, next_position, pec_plan
 from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
 from ..base import NO_BUFFERS, BufferSpec, Job, Throughput
 from ..lossy import Lossy

@@ -12,9 +12,7 @@ from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
 from ..constants import cut
 from ..interval_policy import Costs
-from .budget import Budget
-from .popularity import Popularity
-from .windows import Timetable, as_full, larger_window, ordering_of, timetable
+from .windows import Budget, Popularity, Timetable, as_full, larger_window, ordering_of, timetable
 
 KIND = "window"
 AUTO = "auto"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
+from typing import Any
 
 from ...errors import UsageError
-from ...policy.ordering import ORDERINGS, Counts, capacity_aware
+from ...policy.ordering import ORDERINGS, Counts, capacity_aware, should_reorder
 from ...policy.window import joint_schedules, merge
-from ...types import OperatorId, OperatorSize, Window
-from ..base import BufferSpec, Job, constant_buffers
+from ...types import OperatorId, OperatorSize, Window, expert
+from ..base import BufferSpec, Job, Throughput, constant_buffers
+from ..interval_policy import Costs
 
 Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
 
@@ -132,3 +135,148 @@ def _in_order(order: Sequence[OperatorId], window: Window) -> tuple[tuple[Operat
 
 def _everything(sizes: Sizes) -> int:
     return 1 + max(sum(size.full_bytes for size in own.values()) for own in sizes.values())
+
+
+# How many bytes an iteration has time for, from what iterations, copies and replicas took lately (MoEvement 3.5).
+
+MEASURED = 3
+"""Iterations that are measured before the first decision; the first one of a start never counts."""
+
+_REMEMBERED = 16
+_HEADROOM = 0.8  # of what was measured: copies share memory and cores with training, and are never alike
+_TOLERANCE = 0.2  # a budget that changes by less changes no window
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A value; each method returns the next one.
+
+    passes_s, bandwidths: of the newest iterations (see `Throughput`). replicable: bytes that could have been
+    replicated in an iteration each, at the pace of the newest snapshots. decided_bytes: for which the window was
+    chosen; 0 if it never was. is_started: whether the first iteration of this start is over.
+    """
+
+    passes_s: tuple[float, ...] = ()
+    bandwidths: tuple[float, ...] = ()
+    replicable: tuple[float, ...] = ()
+    decided_bytes: int = 0
+    is_started: bool = False
+
+    def throughput_measured(self, pace: Throughput) -> Budget:
+        """With one more iteration."""
+        if not self.is_started:
+            return replace(self, is_started=True)
+        passes, bandwidths = _with(self.passes_s, pace.iteration_s), _with(self.bandwidths, pace.bandwidth_bytes_per_s)
+        return replace(self, passes_s=passes, bandwidths=bandwidths)
+
+    def measured(self, costs: Costs, peak_bytes: int) -> Budget:
+        """With one more snapshot that was replicated, of `peak_bytes` at most."""
+        if costs.round_s <= 0 or not peak_bytes:
+            return self
+        return replace(self, replicable=_with(self.replicable, peak_bytes * costs.iteration_s / costs.round_s))
+
+    def bytes_now(self) -> int | None:
+        """What an iteration has time to copy, and to replicate.
+
+        None until enough iterations were measured.
+        """
+        if len(self.passes_s) < MEASURED:
+            return None
+        found = median(self.passes_s) * median(self.bandwidths)
+        if self.replicable:
+            found = min(found, median(self.replicable))
+        return max(1, int(_HEADROOM * found))
+
+    def calls_for_another(self) -> int | None:
+        """The bytes for which a window has to be chosen now; None as long as the one that was chosen will do."""
+        found = self.bytes_now()
+        if found is None or (self.decided_bytes and abs(found / self.decided_bytes - 1) <= _TOLERANCE):
+            return None
+        return found
+
+    def decided(self, nbytes: int) -> Budget:
+        """With a window that was chosen for these bytes."""
+        return replace(self, decided_bytes=nbytes)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "passes_s": list(self.passes_s),
+            "bandwidths": list(self.bandwidths),
+            "replicable": list(self.replicable),
+            "decided_bytes": self.decided_bytes,
+        }
+
+    def from_data(self, data: Mapping[str, Any]) -> Budget:
+        """This budget with what `to_data` told."""
+        return replace(
+            self,
+            passes_s=tuple(data["passes_s"]),
+            bandwidths=tuple(data["bandwidths"]),
+            replicable=tuple(data["replicable"]),
+            decided_bytes=data["decided_bytes"],
+        )
+
+
+def _with(values: Sequence[float], value: float) -> tuple[float, ...]:
+    return (*values, value)[-_REMEMBERED:]
+
+
+# How often experts are used, as far as it orders windows: what was counted, and what the last order was made from.
+
+Rows = tuple[tuple[float, ...], ...]
+"""By MoE layer and expert: whole numbers where they are summed, moving averages where older iterations fade."""
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """A value; each method returns the next one.
+
+    layers: those with experts, ascending. decay: how much of a moving average stays from one iteration to the next
+    (alpha of MoEvement App. B, Time-Decayed); None: sums since the last order was made. ordered_by: what that order was
+    made from, empty as long as there is none.
+    """
+
+    layers: tuple[int, ...]
+    decay: float | None = None
+    counts: Rows = field(default=(), repr=False)
+    ordered_by: Rows = field(default=(), repr=False)
+
+    def counted(self, counts: Sequence[Sequence[int]]) -> Popularity:
+        """With one more iteration."""
+        alpha = self.decay
+        if not self.counts:
+            fresh = counts if alpha is None else [[(1 - alpha) * count for count in row] for row in counts]
+            return replace(self, counts=tuple(map(tuple, fresh)))
+        pairs = zip(self.counts, counts, strict=True)
+        if alpha is not None:
+            rows = [[alpha * a + (1 - alpha) * b for a, b in zip(old, new, strict=True)] for old, new in pairs]
+        else:
+            rows = [[a + b for a, b in zip(old, new, strict=True)] for old, new in pairs]
+        return replace(self, counts=tuple(map(tuple, rows)))
+
+    def has_changed(self, threshold: float, fraction: float) -> bool:
+        """Whether the operators are to be ordered anew (MoEvement 3.5)."""
+        return bool(self.counts) and should_reorder(self.last, self._by_expert(self.counts), threshold, fraction)
+
+    def reordered(self) -> Popularity:
+        """With an order that is made from what was counted until now; sums begin anew."""
+        return replace(self, ordered_by=self.counts, counts=() if self.decay is None else self.counts)
+
+    @property
+    def last(self) -> Mapping[OperatorId, float]:
+        """What the last order was made from, by expert."""
+        return self._by_expert(self.ordered_by)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"counts": [list(row) for row in self.counts], "ordered_by": [list(row) for row in self.ordered_by]}
+
+    def from_data(self, data: Mapping[str, Any]) -> Popularity:
+        """This popularity with the counts of `to_data`."""
+        counts, ordered_by = (tuple(map(tuple, data[name])) for name in ("counts", "ordered_by"))
+        return replace(self, counts=counts, ordered_by=ordered_by)
+
+    def _by_expert(self, rows: Rows) -> dict[OperatorId, float]:
+        layers = zip(self.layers, rows, strict=False)
+        return {expert(layer, index): count for layer, row in layers for index, count in enumerate(row)}
