@@ -107,14 +107,14 @@ class Rank:
         """A parker of this rank, as a new process has one."""
         identity = Identity("job", {"pp": 2}, self.capturer.operators, timeline=self.attempts)
         ports = ParkPorts(
-            store or self.store,
-            capturer or self.capturer,
-            self.trainer,
-            SystemClock(),
-            RANK,
-            identity.facts,
-            LiveBuffers(self.tensors),
-            self.gradients,
+            store=store or self.store,
+            capturer=capturer or self.capturer,
+            trainer=self.trainer,
+            clock=SystemClock(),
+            rank=RANK,
+            facts=identity.facts,
+            moving=LiveBuffers(self.tensors),
+            gradients=self.gradients,
         )
         return Parker(ports)
 

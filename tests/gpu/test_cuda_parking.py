@@ -56,7 +56,15 @@ def test_what_survives_is_parked_in_time_and_comes_back_to_the_bit(shm: Path, re
     capturer = LiveCapturer(tensors, NoTrainer(), engine)  # type: ignore[arg-type]
     store = MemoryStore(shm, "job", 0, [1], area="standby")
     identity = Identity("job", {"pp": 2}, capturer.operators, timeline=(("a", 0),))
-    ports = ParkPorts(store, capturer, NoTrainer(), SystemClock(), 0, identity.facts, LiveBuffers(tensors))  # type: ignore[arg-type]
+    ports = ParkPorts(
+        store=store,
+        capturer=capturer,
+        trainer=NoTrainer(),
+        clock=SystemClock(),
+        rank=0,
+        facts=identity.facts,
+        moving=LiveBuffers(tensors),
+    )  # type: ignore[arg-type]
     parker = Parker(ports)
     store.resize(parker.sizes())
     engine.prepare(store.views())

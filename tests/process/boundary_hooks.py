@@ -119,7 +119,7 @@ class Logged:
         sizes = self.plan.sizes(self.microbatches)
         self.store = MemoryStore(self.folder, JOB, self.rank, sizes, area="standby")
         self.recorder = BoundaryRecorder(ThreadEngine("boundary-copy"))
-        ports = LogPorts(self.store, ThreadExecutor("logs"), self.recorder, SystemClock())
+        ports = LogPorts(store=self.store, lane=ThreadExecutor("logs"), recorder=self.recorder, clock=SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity(JOB, {}, frozenset()), ports, timeout_s=60.0)
         received = self.received
 

@@ -213,14 +213,14 @@ class Parking(Frozen):
         identity = Identity("job", {}, capturer.operators, timeline=(("first", 0),))
         store = MemoryStore(self.folder, "job", self.rank, [1], area="standby")
         ports = ParkPorts(
-            store,
-            capturer,
-            self.trainer_state,
-            SystemClock(),
-            self.rank,
-            identity.facts,
-            self.buffers,
-            gradients,
+            store=store,
+            capturer=capturer,
+            trainer=self.trainer_state,
+            clock=SystemClock(),
+            rank=self.rank,
+            facts=identity.facts,
+            moving=self.buffers,
+            gradients=gradients,
         )
         parker = Parker(ports)
         store.resize(parker.sizes())

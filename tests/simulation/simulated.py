@@ -179,7 +179,8 @@ class Rank:
             self._job,
             self._strategy,
             RecoveryPorts(
-                ports.memory, self._persistent, self._data, ports.restorer, ports.trainer, ports.clock,
+                memory=ports.memory, persistent=self._persistent, transport=self._data, restorer=ports.restorer,
+                trainer=ports.trainer, clock=ports.clock,
                 execution=FakeExecution(model, ports.world), make_room=self._make_room,
             ),
             self._identity,

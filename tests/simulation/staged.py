@@ -170,13 +170,15 @@ class StagedRank:
     def _attend(self, timeline: Lineage) -> None:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         self._logs = BoundaryLogs(
-            self._log_plan, identity, LogPorts(ports.standby, self._logs_lane, self._recorder, ports.clock),
+            self._log_plan, identity,
+            LogPorts(store=ports.standby, lane=self._logs_lane, recorder=self._recorder, clock=ports.clock),
             timeout_s=10.0,
         )  # fmt: skip
         self._parker = Parker(
             ParkPorts(
-                ports.standby, ports.capturer, ports.trainer, ports.clock, self._rank, identity.facts, self._buffers,
-                self._gradients,
+                store=ports.standby, capturer=ports.capturer, trainer=ports.trainer, clock=ports.clock,
+                rank=self._rank, facts=identity.facts, moving=self._buffers,
+                gradients=self._gradients,
             )
         )  # fmt: skip
 
@@ -236,7 +238,8 @@ class StagedRank:
             self._job,
             self._strategy,
             RecoveryPorts(
-                ports.memory, None, self._data, ports.restorer, ports.trainer, ports.clock,
+                memory=ports.memory, persistent=None, transport=self._data, restorer=ports.restorer,
+                trainer=ports.trainer, clock=ports.clock,
                 execution=self._execution, make_room=self._make_room, standby=ports.standby, boundary=FakeFeed,
             ),
             self._identity,

@@ -126,7 +126,14 @@ class History:
         memory = FakeStore(Memory(), 0, (4096,))
         alone = SimpleNamespace(rank=0, gather=lambda value: [value])
         nothing = cast("Any", None)
-        ports = RecoveryPorts(cast("Any", memory), self.store, cast("Any", alone), nothing, nothing, nothing)
+        ports = RecoveryPorts(
+            memory=cast("Any", memory),
+            persistent=self.store,
+            transport=cast("Any", alone),
+            restorer=nothing,
+            trainer=nothing,
+            clock=nothing,
+        )
         return Recovery(job, STRATEGIES["full"](job), ports, IDENTITY, (0,))
 
 

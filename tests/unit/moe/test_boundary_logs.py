@@ -53,7 +53,10 @@ class Rank:
         self.lane = ports.get("lane") or ThreadExecutor("logs")
         identity = Identity("job", {"world_size": 4, "pp": 2}, frozenset(), "sparse", ((0, 0),))
         self.logs = BoundaryLogs(
-            self.plan, identity, LogPorts(self.store, self.lane, self.recorder, SystemClock()), timeout_s=WAIT_S
+            self.plan,
+            identity,
+            LogPorts(store=self.store, lane=self.lane, recorder=self.recorder, clock=SystemClock()),
+            timeout_s=WAIT_S,
         )
 
     def passes(self, iteration: int, microbatches: int = MICROBATCHES) -> None:

@@ -109,7 +109,7 @@ class World:
             if snapshot.iteration > newest:
                 self.store.free(snapshot)
         self.refusing, self.recorder = Refusing(self.store), BoundaryRecorder(ThreadEngine("boundary-copy"))
-        ports = LogPorts(self.refusing, self.lane, self.recorder, SystemClock())
+        ports = LogPorts(store=self.refusing, lane=self.lane, recorder=self.recorder, clock=SystemClock())
         self.logs = BoundaryLogs(self.plan, Identity("job", {}, frozenset()), ports, timeout_s=WAIT_S)
 
     def end(self) -> None:

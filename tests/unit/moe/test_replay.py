@@ -131,7 +131,15 @@ def resumed(
         )
         for iteration in (5, 6)
     ]
-    ports = ReplayPorts(restorer, trainer, execution, transport or Ranks(), FakeClock(world), boundary, ended)
+    ports = ReplayPorts(
+        restorer=restorer,
+        trainer=trainer,
+        execution=execution,
+        transport=transport or Ranks(),
+        clock=FakeClock(world),
+        boundary=boundary,
+        ended=ended,
+    )
     return Rank(model, execution, restorer, Replay(ports, steps, len(OPERATORS), tolerance, **more), readers)
 
 

@@ -63,7 +63,7 @@ class Recorder(Protocol):
         """Give up what was recorded since `arm`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LogPorts:
     """What the logs of a rank need: the store beside its snapshots, a lane of its own, what records, and time."""
 

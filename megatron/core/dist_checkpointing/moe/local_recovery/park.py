@@ -63,7 +63,7 @@ class Gradients(Protocol):
         """Copy each into the buffer of its key; called in a step that did not end. Nothing refers to them later."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParkPorts:
     """What a parker works with.
 

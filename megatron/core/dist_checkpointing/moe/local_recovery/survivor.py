@@ -189,7 +189,7 @@ class Survivor:
 
     def _logs_of(self, identity: Identity) -> BoundaryLogs:
         self.settle()
-        ports = LogPorts(self.store, self._lane, self._recorder, self._clock)
+        ports = LogPorts(store=self.store, lane=self._lane, recorder=self._recorder, clock=self._clock)
         return BoundaryLogs(self._plan, identity, ports, timeout_s=self._timeout_s)
 
     def passes(self, iteration: int, *, logged: bool = True) -> None:
@@ -370,7 +370,16 @@ class Survivor:
         live, guard = self.live, self._guard
         gradients = LiveGradients(live.optimizer, live.stepped, lambda: guard.prepared)
         moving, rank = LiveBuffers(live.tensors), self._plan.rank
-        return ParkPorts(self.store, live.capturer, live.trainer, self._clock, rank, identity.facts, moving, gradients)
+        return ParkPorts(
+            store=self.store,
+            capturer=live.capturer,
+            trainer=live.trainer,
+            clock=self._clock,
+            rank=rank,
+            facts=identity.facts,
+            moving=moving,
+            gradients=gradients,
+        )
 
     def end(self, *, keep_memory: bool) -> None:
         """Training has ended: what is stored stays for another start, or is given back to the node."""

@@ -65,7 +65,7 @@ Landing = StoreReplica | HostBuffer
 """Where a snapshot that travels arrives."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecoveryPorts:
     """What a recovery works with; `transport` is used by nobody else meanwhile.
 
@@ -335,7 +335,13 @@ class Attempt:
         ports, ended = self._ports, partial(self._ports.timestamps.mark, Milestone.REPLAYED)
         assert ports.execution is not None
         replay = ReplayPorts(
-            ports.restorer, ports.trainer, ports.execution, ports.transport, ports.clock, ports.boundary, ended
+            restorer=ports.restorer,
+            trainer=ports.trainer,
+            execution=ports.execution,
+            transport=ports.transport,
+            clock=ports.clock,
+            boundary=ports.boundary,
+            ended=ended,
         )
         tolerance = job.config.replay_tolerance
         if not alone:

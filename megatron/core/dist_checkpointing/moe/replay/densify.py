@@ -108,7 +108,7 @@ class ReplayStep:
     compares: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplayPorts:
     """What a replay works with; `transport` is used by nobody else meanwhile.
 

@@ -193,12 +193,12 @@ class ProtectedSession(Session):
         older = OlderLayout(self.config, *places, facts, live, self.patient, self._address)
         self.held.callback(older.close)
         ports = RecoveryPorts(
-            self.memory.store,
-            older.storage,
-            self.patient,
-            self.state.restorer,
-            self.training.trainer,
-            self._clock,
+            memory=self.memory.store,
+            persistent=older.storage,
+            transport=self.patient,
+            restorer=self.state.restorer,
+            trainer=self.training.trainer,
+            clock=self._clock,
             execution=execution,
             make_room=self.memory.make_room,
             standby=self.survivor.store if self.survivor is not None else None,
