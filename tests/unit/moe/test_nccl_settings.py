@@ -8,19 +8,21 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.runtime.nccl_settings import (
+    SETTINGS,
     process_group_timeout_s,
     set_for_parking,
     wrong_settings,
 )
 
 WATCHDOG, RETHROW = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
-PARKING = {WATCHDOG: "0", RETHROW: "0"}
+PARKING = {name: value for name, (value, _) in SETTINGS.items()}
 
 
 def test_torchs_watchdog_is_told_to_leave_errors_alone() -> None:
     environment: dict[str, str] = {}
     set_for_parking("nccl", environment)
     assert environment == PARKING
+    assert environment.keys() >= {WATCHDOG, RETHROW, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}
     assert not list(wrong_settings(environment, "nccl"))
 
 
@@ -40,7 +42,7 @@ def test_what_a_user_has_set_stays_and_is_warned_about_by_name() -> None:
 
 
 def test_groups_that_were_made_before_are_warned_about() -> None:
-    assert [line.split(" ")[0] for line in wrong_settings({}, "nccl")] == [WATCHDOG, RETHROW]
+    assert [line.split(" ")[0] for line in wrong_settings({}, "nccl")] == list(PARKING)
 
 
 @pytest.mark.parametrize("backend", ["gloo", ""])

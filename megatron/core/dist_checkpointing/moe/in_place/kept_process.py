@@ -31,6 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from ..core_versions.training import as_in_new_process, uses_cuda_graphs
+from ..device_threads import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..runtime.peer_links import is_lost_peer
@@ -147,7 +148,7 @@ def _device_answers() -> bool:
             torch.cuda.synchronize()
             answers.append(True)
 
-    thread = threading.Thread(target=ask, name="moe-ckpt-device", daemon=True)
+    thread = device_thread(ask, "moe-ckpt-device")
     thread.start()
     thread.join(_DEVICE_S)
     return bool(answers)

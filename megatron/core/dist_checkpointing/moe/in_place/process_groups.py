@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron.core import parallel_state
 
+from ..device_threads import device_thread
 from ..errors import MoECheckpointError
 from ..runtime.peer_links import close_connections, named_groups, take_aborted_groups
 
@@ -79,6 +80,8 @@ class ProcessGroups:
                 f"{', '.join(left)} keep process groups of before the fault, which cannot be replaced there: this"
                 " process ends, and another one takes its rank"
             )
+        # The destructor of a group joins torch's threads, which may sleep for minutes after an error.
+        device_thread(olds.clear, "moe-ckpt-old-groups").start()
         return found
 
 

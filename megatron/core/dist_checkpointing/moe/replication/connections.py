@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from ..device_threads import device_thread
 from .greeting import BACKLOG, Greeting
 
 CHUNK_BYTES = 8 << 20
@@ -249,7 +250,7 @@ class MessageLane:
         self._is_moving = False
         self.moved_s = time.monotonic()
         """When something moved last."""
-        self.thread = threading.Thread(target=self._run, name=f"moe-ckpt {other}", daemon=True)
+        self.thread = device_thread(self._run, f"moe-ckpt {other}")  # the staged transport copies on it
         self.thread.start()
 
     def post(self, memory: memoryview) -> Message:

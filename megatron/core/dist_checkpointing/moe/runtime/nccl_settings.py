@@ -19,6 +19,11 @@ from ..policy.determinism import NONDETERMINISTIC_OPTIONS, DeviceSettings
 SETTINGS: Mapping[str, tuple[str, str]] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "torch's watchdog ends the process before its state is put aside"),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "an error of an aborted kernel ends the process from a thread of torch"),
+    # For each failed work torch's watchdog sleeps four times the wait for a dump (60 s), with the lock that every new
+    # collective of the group needs; each rank's heartbeat monitor then sleeps 480 s, and destructors join both.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("0", "torch's watchdog dumps and sleeps before the group can be used or dropped"),
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("1", "torch's watchdog sleeps 60 s for each failed collective"),
+    "TORCH_NCCL_ENABLE_MONITORING": ("0", "torch's heartbeat monitor sleeps 480 s, and whoever drops the group waits"),
 }
 """What has to be set, and what happens otherwise."""
 

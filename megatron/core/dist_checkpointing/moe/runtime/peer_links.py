@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import queue
 import resource
@@ -24,14 +25,19 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from ..device_threads import device_thread
 from ..ports import PeerLost
 from ..replication.connections import hang_up, keep_alive
 from ..replication.greeting import BACKLOG, Greeting
+
+log = logging.getLogger(__name__)
 
 _GOODBYE = b"."
 _SECRET_BYTES = 16
@@ -286,17 +292,37 @@ def _shut_itself(descriptor: int) -> bool:
 
 
 def _abort_communicators() -> None:
-    """Abort all groups of NCCL; waits a while for it, since a driver that hangs must not keep state from parking."""
+    """Abort all groups of NCCL; waits a while for it, since a driver that hangs must not keep state from parking.
+
+    Each on a thread of its own: an abort may wait for the device, on which a kernel of another group spins until that
+    one is aborted, too. Torch aborts them one after the other, each for as long as the timeout of its group.
+    """
     if not dist.is_initialized() or "nccl" not in dist.get_backend():
         return
+    groups, took_s = named_groups(), dict[str, float]()
+    _ABORTED.update(groups)  # c10d forgets them
 
-    _ABORTED.update(named_groups())  # c10d forgets them
+    def abort(name: str, group: dist.ProcessGroup) -> None:
+        begun_s = time.monotonic()
+        with contextlib.suppress(Exception):  # it is broken already, or another thread aborts it
+            group.abort() if hasattr(group, "abort") else group._get_backend(torch.device("cuda")).abort()
+        took_s[name] = time.monotonic() - begun_s
 
-    def abort() -> None:
-        # A group that is broken already, or is being aborted by another thread, may raise; nobody needs to know.
-        with contextlib.suppress(Exception):
+    def forget() -> None:
+        with contextlib.suppress(Exception):  # aborts again, which does nothing by now
             dist.distributed_c10d._abort_process_group()
 
-    thread = threading.Thread(target=abort, name="abort-communicators", daemon=True)
-    thread.start()
-    thread.join(_ABORT_TIMEOUT_S)
+    threads = [device_thread(partial(abort, *one), f"moe-ckpt-abort-{one[0]}") for one in groups.items()]
+    until_s = time.monotonic() + _ABORT_TIMEOUT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    if late := sorted(groups.keys() - took_s.keys()):
+        log.warning("communicators not aborted within %g s: groups %s", _ABORT_TIMEOUT_S, ", ".join(late))
+        return
+    slowest = max(took_s, key=took_s.__getitem__, default="")
+    log.info("aborted %d communicators; slowest: group %s, %.2f s", len(groups), slowest, took_s.get(slowest, 0.0))
+    forgetting = device_thread(forget, "moe-ckpt-forget-groups")
+    forgetting.start()
+    forgetting.join(max(0.0, until_s - time.monotonic()))

@@ -29,6 +29,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import NamedTuple, Protocol
 
+from ..device_threads import device_thread
 from ..errors import PeerLost, Terminated
 from ..policy.parking import Cause
 from .peer_links import PeerLinks, close_connections
@@ -145,7 +146,7 @@ class Watcher:
         self._lock, self._left = threading.Lock(), threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._place, self._since_s = self._main.place, time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="moe-ckpt-watcher", daemon=True)
+        self._thread = device_thread(self._run, "moe-ckpt-watcher")
         self.interrupted: Cause | None = None
 
     def start(self) -> None:

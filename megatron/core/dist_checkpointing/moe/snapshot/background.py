@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..device_threads import device_thread
 from ..errors import CheckpointFailure, MoECheckpointError
 from ..ports import Executor, StoreFailure, Task
 
@@ -22,7 +22,7 @@ class ThreadExecutor:
     def __init__(self, name: str) -> None:
         self._name, self._closed = name, False
         self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"moe-ckpt-{name}", daemon=True)
+        self._thread = device_thread(self._run, f"moe-ckpt-{name}")
         self._thread.start()
 
     def submit[T](self, work: Callable[[], T], /) -> Future[T]:

@@ -123,9 +123,10 @@ class MessageExchange:
     def send(self, message: IterationMessage, awaiting: Sequence[Task[None]], until_s: float) -> None:
         """Begin to exchange; work that is almost done is waited for until then: what misses this message takes the
         one of the next iteration."""
-        header = _Header.of(message.plan, message.costs, message.pace or Throughput(0.0, 0.0))
 
         def exchange() -> _Reduced:
+            # Not on training's thread: the digest of a plan with 15,000 operators takes 10 ms.
+            header = _Header.of(message.plan, message.costs, message.pace or Throughput(0.0, 0.0))
             for task in awaiting:
                 # How it ended is looked at by training's thread.
                 with suppress(Exception):
