@@ -92,19 +92,11 @@ $(DOCS_VENV)/.ready: tools/site-requirements.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
+# Each compares with a peer, gates a release, or makes data of a figure; `--quick` of each is a test.
+BENCHMARKS = api_overhead planning transports snapshot every_iteration replay recovery localized_recovery memory_peaks \
+	pec_accuracy figure_jobs
 bench: setup
-	$(RUN) benchmarks/api_overhead.py
-	$(RUN) -W ignore benchmarks/planning.py --write
-	$(RUN) -W ignore benchmarks/snapshot.py --write
-	$(RUN) -W ignore benchmarks/every_iteration.py --write
-	$(RUN) -W ignore benchmarks/replay.py --write
-	$(RUN) -W ignore benchmarks/boundary_logs.py --write
-	$(RUN) -W ignore benchmarks/localized_recovery.py --write
-	$(RUN) -W ignore benchmarks/simulated_ettr.py --write
-	$(RUN) benchmarks/pec_accuracy.py
-	$(RUN) benchmarks/tokens_at_risk.py
-	$(RUN) benchmarks/active_experts.py --write
-	$(RUN) -W ignore benchmarks/memory_peaks.py --write
+	for name in $(BENCHMARKS); do $(RUN) -W ignore benchmarks/$$name.py --write || exit 1; done
 
 # Fails where no test ran. On a machine without internet: WHEELHOUSE=wheelhouse make gpu-check
 gpu-check: setup

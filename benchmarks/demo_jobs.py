@@ -12,18 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-import psutil
-
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class JobFailed(SystemExit):
-    """A job did not come to its end; the text is what it printed, and why. Ends a benchmark that does not try again."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +81,11 @@ def train(
     *,
     model: Sequence[str] = (),
     layout: Mapping[str, str] = MappingProxyType({}),
-    timeout_s: float | None = None,
 ) -> DemoRun:
     """Run the launcher of the demo to the end of training, restarts included; without a strategy nobody is killed.
 
-    model: flags of the model. layout: environment variables of the launcher, such as NPROC. Raises JobFailed for a job
-    that failed, or has not ended after `timeout_s`: then all of its processes are ended.
+    model: flags of the model. layout: environment variables of the launcher, such as NPROC. Raises SystemExit for a job
+    that failed, with what it printed.
     """
     metrics = folder / f"{seed}-{name.replace(' ', '')}.jsonl"
     sizes = {"--train-iters": size.iterations, "--eval-interval": size.eval_interval, "--eval-iters": size.eval_iters}
@@ -108,55 +100,27 @@ def train(
     begun_s = time.monotonic()
     try:
         command = [str(ROOT / "scripts" / "train_cpu.sh"), *flags]
-        code, said = _launched(command, environment, timeout_s)
+        ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     finally:
         shutil.rmtree(memory, ignore_errors=True)
-    recoveries = tuple(recovered(said))
-    if code or len(recoveries) != len(faults):
-        raise JobFailed(f"{said}\n{name}: exit code {code}, {len(recoveries)} recoveries of {len(faults)} faults")
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    reports = [line for line in lines if "iteration" in line]
-    largest_bytes = max(report["snapshot_bytes"] for report in reports)
+    recoveries = tuple(recovered(ended.stdout))
+    if ended.returncode or len(recoveries) != len(faults):
+        said = f"exit code {ended.returncode}, {len(recoveries)} recoveries of {len(faults)} faults"
+        raise SystemExit(f"{ended.stdout}\n{name}: {said}")
+    reports = [line for line in map(json.loads, metrics.read_text().splitlines()) if "iteration" in line]
+    largest = max(report["snapshot_bytes"] for report in reports)
+    copied = [(report["iteration"], report["snapshot_bytes"]) for report in reports if report["snapshot_bytes"]]
     return DemoRun(
         seed,
         name,
         recoveries,
-        tuple(evaluated(said)),
+        tuple(evaluated(ended.stdout)),
         tuple((report["iteration"], report["lm_loss"]) for report in reports),
-        tuple(
-            (report["iteration"], report["snapshot_bytes"] / largest_bytes)
-            for report in reports
-            if report["snapshot_bytes"]
-        ),
+        tuple((iteration, nbytes / largest) for iteration, nbytes in copied),
         time.monotonic() - begun_s,
         sum(bool(report.get("replayed")) for report in reports),
-        largest_bytes,
+        largest,
     )
-
-
-def _launched(command: Sequence[str], environment: Mapping[str, str], timeout_s: float | None) -> tuple[int | str, str]:
-    """Exit code and output of a launcher. All of its processes are ended if it takes longer."""
-    with subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=timeout_s)
-            return process.returncode, said
-        except BaseException as error:
-            _end_all(process.pid)
-            said, _ = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return f"none after {timeout_s:.0f} s", said
-
-
-def _end_all(launcher: int) -> None:
-    """Agents and ranks have sessions of their own, so that no single group has them all."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(launcher)
-        for one in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
 
 
 def evaluated(log: str) -> Iterator[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""What benchmarks share: flags, the machine, jobs whose ranks measure, the live training, medians for people."""
+"""What benchmarks share: flags, the machine, jobs whose ranks measure, jobs under faults, medians for people."""
 
 from __future__ import annotations
 
@@ -17,55 +17,81 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
 SETTINGS = "MOE_CKPT_BENCHMARK"
 """Environment variable in which ranks get what to measure, and where rank 0 leaves the result."""
-ENDLESS = "--train-iters 10000 --log-interval 10000 --lr-warmup-iters 0 --lr-decay-style constant"
+STEADY = "--lr-warmup-iters 0 --lr-decay-style constant"
+ENDLESS = f"--train-iters 10000 --log-interval 10000 {STEADY}"
 """Flags of a training that lasts longer than it is measured, at a constant rate."""
+UNTIED = "--untie-embeddings-and-output-weights"
+
+Work = Callable[["BenchmarkJob", dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Flags of a benchmark, and where its result is kept: as data in results/, as a page in docs/results/."""
+    """A benchmark: its data in results/NAME.json, its page in docs/results, and how many turns it takes by default."""
 
     name: str
+    turns: int
     page: str = ""
 
     @property
     def data(self) -> Path:
         return Path(__file__).resolve().parent / "results" / f"{self.name}.json"
 
-    def parser(self, doc: str | None, *, quick: str = "") -> argparse.ArgumentParser:
-        """With the flags that benchmarks share. doc: of the script. quick: what --quick does, if it has that."""
+    def run(
+        self,
+        doc: str | None,
+        measure: Callable[[int, bool], dict[str, Any]],
+        report: Callable[[dict[str, Any]], Sequence[str]],
+        is_kept: Callable[[dict[str, Any]], bool] = lambda result: True,
+    ) -> int:
+        """Measure or read, print, and with --write keep the data and the page.
+
+        Args:
+            doc: of the script, whose first line is its help.
+            measure: from the number of turns, and whether sizes are tiny, to the data.
+            report: the page, as lines.
+            is_kept: whether the figures keep what is asked for.
+
+        Returns:
+            The exit code: 1 where they do not. Tiny sizes say nothing of that, and end with 0.
+        """
         parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-        if quick:
-            parser.add_argument("--quick", action="store_true", help=f"{quick}: shows that it runs")
-        kept = " and ".join(filter(None, (self.data.name, self.page)))
-        parser.add_argument("--write", action="store_true", help=f"keep the result in {kept}")
+        parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, and judges nothing")
+        parser.add_argument("--turns", type=int, default=self.turns, help="how often each is measured (%(default)s)")
+        parser.add_argument("--write", action="store_true", help=f"keep {' and '.join(filter(None, self._kept))}")
         parser.add_argument("--report", action="store_true", help=f"measure nothing: show what {self.data.name} has")
-        return parser
-
-    def result(self, arguments: argparse.Namespace, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was kept with --report, else what is measured now."""
-        result: dict[str, Any] = json.loads(self.data.read_text()) if arguments.report else measure()
-        return result
-
-    def show(self, arguments: argparse.Namespace, result: Mapping[str, Any], lines: Sequence[str]) -> None:
-        """Print the page; with --write keep it and the data."""
+        arguments = parser.parse_args()
+        if arguments.report:
+            result: dict[str, Any] = json.loads(self.data.read_text())
+        else:
+            about = machine()
+            result = {"machine": about} | measure(arguments.turns, arguments.quick)
+            about["load_after"] = os.getloadavg()[0]
+        lines = list(report(result))
         print("\n".join(lines))
         if arguments.write:
-            self.keep(result)
+            self.data.write_text(json.dumps(result, indent=1) + "\n")
             if self.page:
-                (ROOT / "docs" / "results" / self.page).write_text("\n".join(lines) + "\n")
+                (RESULTS / self.page).write_text("\n".join(lines) + "\n")
+        return 0 if arguments.quick or is_kept(result) else 1
 
-    def keep(self, result: Mapping[str, Any]) -> None:
-        """Write the data."""
-        self.data.parent.mkdir(exist_ok=True)
-        self.data.write_text(json.dumps(result, indent=1) + "\n")
+    @property
+    def _kept(self) -> tuple[str, str]:
+        return self.data.name, self.page
+
+    def head(self, title: str) -> list[str]:
+        """The first lines of its page."""
+        made = f"Made by `benchmarks/{self.name}.py --write`; all is in `benchmarks/results/{self.name}.json`."
+        return [f"# {title}", "", f"{made} Medians, and in brackets quartiles.", ""]
 
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on, and how busy it was."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -73,14 +99,28 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "torch": version("torch"),
         "megatron_core": version("megatron-core"),
+        "commit": commit.stdout.strip(),
         "load_before": os.getloadavg()[0],
     }
 
 
-def available_gb() -> float:
-    """Memory that is free, or would be once caches are dropped."""
+def where(result: Mapping[str, Any]) -> str:
+    """The machine, for people."""
+    about = result["machine"]
+    loads = " and ".join(f"{about[f'load_{at}']:.1f} {at}" for at in ("before", "after") if f"load_{at}" in about)
+    commit = f", commit {about['commit']}" if about.get("commit") else ""
+    return (
+        f"on {about['cores']} cores ({about['cpu']}), torch {about['torch']}, Megatron-Core {about['megatron_core']}"
+        f"{commit}; one-minute load {loads}, the benchmark's own included"
+    )
+
+
+def needs_gb(needed: float) -> None:
+    """Raise SystemExit unless so much memory is free, or would be once caches are dropped."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / 1e9
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / 1e9
+    if available < needed:
+        raise SystemExit(f"{available:.1f} GB of memory are available, but {needed:.0f} GB are needed: free some")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -97,11 +137,21 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def row(*cells: object) -> str:
+    """Of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def rule(columns: int, first: int = 1) -> str:
+    """Below the heads of so many columns, of which the first are texts and the others numbers."""
+    return f"|{'---|' * first}{'---:|' * (columns - first)}"
+
+
 def run_ranks(script: str | Path, settings: Mapping[str, Any], layout: Mapping[str, str], flags: str) -> dict[str, Any]:
     """Start `script` on all ranks, in the environment of scripts/train_cpu.sh, and return what they measured.
 
     Args:
-        script: calls `on_ranks` where `SETTINGS` is in the environment.
+        script: calls `start` with its work.
         settings: what the ranks get; `folder` is added, one on a tmpfs for their files.
         layout: environment variables of scripts/train_cpu.sh, such as NPROC and PP.
         flags: of the training.
@@ -116,14 +166,44 @@ def run_ranks(script: str | Path, settings: Mapping[str, Any], layout: Mapping[s
         return found
 
 
-def on_ranks(argv: Sequence[str], measure: Callable[[BenchmarkJob, dict[str, Any]], dict[str, Any]]) -> None:
-    """What each rank does: start training as the driver does, and where its first iteration would be `measure(job,
-    settings)` instead, leave what rank 0 found, and end."""
+def under_faults(flags: str, layout: Mapping[str, str], faults: Sequence[str]) -> list[dict[str, Any]]:
+    """The metrics of a job that these faults struck, its snapshots on a tmpfs.
+
+    Args:
+        flags: of the training, strategy included.
+        layout: environment variables of scripts/train_cpu.sh; `{folder}` in them is the job's own folder.
+        faults: each RANK@ITERATION:PHASE.
+
+    Raises:
+        SystemExit: Where it did not come to its end, or not every fault led to a recovery.
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="moe-ckpt-benchmark-") as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        words = [*flags.split(), "--metrics-jsonl", str(metrics), "--log-interval", "1000"]
+        words += ["--moe-ckpt-memory-dir", folder] * ("--moe-ckpt-strategy" in flags)
+        words += [part for one in faults for part in ("--moe-ckpt-inject-fault", one)]
+        environment = os.environ | {"TP": "1", "PYTHON": sys.executable, "TMPDIR": folder}
+        environment |= {name: value.replace("{folder}", folder) for name, value in layout.items()}
+        environment["MAX_RESTARTS"] = str(2 * len(faults))
+        command = [str(ROOT / "scripts" / "train_cpu.sh"), *words]
+        ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    found = sum("recovery" in line for line in lines)
+    if ended.returncode or found != len(faults):
+        raise SystemExit(f"{ended.stdout}\n{len(faults)} faults led to {found} recoveries, exit {ended.returncode}")
+    return lines
+
+
+def start(main: Callable[[], int], work: Work | None = None) -> NoReturn:
+    """Run a script: `main` where it was called; where `run_ranks` starts it, `work` in the place of training's first
+    iteration, of which rank 0 leaves what it found."""
+    if work is None or SETTINGS not in os.environ:
+        sys.exit(main())
     import pretrain_gpt_moe
     from megatron.pretrain.device import device_of
     from megatron.pretrain.initialize import use_cpu
 
-    if device_of(argv) == "cpu":
+    if device_of(sys.argv[1:]) == "cpu":
         use_cpu()  # before Megatron-LM is imported
     sys.path.append(str(ROOT / "tests" / "process"))
     from stock_trainer import Trainer, before_training
@@ -132,13 +212,13 @@ def on_ranks(argv: Sequence[str], measure: Callable[[BenchmarkJob, dict[str, Any
 
     def examine(trainer: Trainer) -> NoReturn:
         job = BenchmarkJob(trainer, Path(settings["folder"]))
-        result = measure(job, settings)
+        result = work(job, settings)
         if job.rank == 0:
             Path(settings["result"]).write_text(json.dumps(result))
         raise SystemExit(0)
 
     with before_training(examine):
-        sys.exit(pretrain_gpt_moe.train(argv))
+        sys.exit(pretrain_gpt_moe.train(sys.argv[1:]))
 
 
 @dataclass(frozen=True)

@@ -8,38 +8,19 @@ endless.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 OURS = ("full", "pec")
 """Our strategies that take part."""
 
 NVRX = "nvidia-resiliency-ext==0.6.0"
-
-
-class Contestant(Protocol):
-    """What the training loop calls, and what a benchmark needs around its turns."""
-
-    def before_optimizer(self) -> float: ...
-    def step_end(self, iteration: int, journal: Any) -> None: ...
-    def report(self) -> Any: ...
-    def settle(self) -> None:
-        """Bring what is under way to its end; a collective."""
-
-    def written_bytes(self) -> int:
-        """Bytes of the newest checkpoint that this rank wrote; asked for after `settle`."""
-
-    def tidy(self) -> None:
-        """Remove what the turn has left."""
-
-    def close(self) -> None:
-        """The end."""
 
 
 class WithoutCheckpoints:
@@ -74,11 +55,10 @@ def install_nvrx(folder: Path) -> str:
     return ""
 
 
-def import_nvrx(folder: Path) -> bool:
+def import_nvrx(folder: Path) -> None:
     """Make NVRx importable if it is in `folder`: before Megatron-Core is imported, which looks for it once."""
     if (folder / "nvidia_resiliency_ext").is_dir():
         sys.path.append(str(folder))
-    return importlib.util.find_spec("nvidia_resiliency_ext") is not None
 
 
 class _Peer:
@@ -103,11 +83,11 @@ class _Peer:
         """A peer has no protection to report."""
 
     def settle(self) -> None:
-        """As `Contestant.settle`."""
+        """Bring what is under way to its end; a collective."""
         self._queue.maybe_finalize_async_calls(blocking=True)
 
     def close(self) -> None:
-        """As `Contestant.close`."""
+        """The end."""
         self._queue.close()
 
     def _save(self, iteration: int) -> None:
@@ -131,7 +111,7 @@ class TorchDistSaver(_Peer):
         self._removing = threading.Thread()
 
     def written_bytes(self) -> int:
-        """As `Contestant.written_bytes`: the shards of this rank; rank 0 also counts what belongs to no rank."""
+        """Bytes of the newest checkpoint: the shards of this rank; rank 0 also counts what belongs to no rank."""
         import torch
 
         mine = f"__{torch.distributed.get_rank()}_"
@@ -144,7 +124,7 @@ class TorchDistSaver(_Peer):
         )
 
     def tidy(self) -> None:
-        """As `Contestant.tidy`."""
+        """Remove what the turn has left."""
         import torch
 
         if self._removing.ident is not None:
@@ -202,12 +182,12 @@ class NvrxLocal(_Peer):
         self._background, self._distribution = background, None
 
     def written_bytes(self) -> int:
-        """As `Contestant.written_bytes`."""
+        """Bytes of the newest checkpoint of this rank."""
         files = sorted(self._manager.local_ckpt_dir.glob("iter_*"))
         return files[-1].stat().st_size
 
     def tidy(self) -> None:
-        """As `Contestant.tidy`; during the turn the manager removes what is older than the newest."""
+        """Remove what the turn has left; during the turn the manager removes what is older than the newest."""
         for path in self._manager.local_ckpt_dir.glob("iter_*"):
             path.unlink(missing_ok=True)
 
@@ -224,3 +204,12 @@ class NvrxLocal(_Peer):
         request = self._manager.save(aware, iteration, is_async=self._background)
         if request is not None:
             self._queue.schedule_async_request(request)
+
+
+PEERS: dict[str, Callable[..., _Peer]] = {
+    "torch_dist": lambda *where: TorchDistSaver(*where, background=False),
+    "torch_dist async": lambda *where: TorchDistSaver(*where, background=True),
+    "NVRx local": lambda *where: NvrxLocal(*where, background=False),
+    "NVRx local async": lambda *where: NvrxLocal(*where, background=True),
+}
+"""By name; each from the trainer, a folder and the interval."""

@@ -5,65 +5,53 @@ its operators frozen, one after the other and first one first, then the other; s
 both. Each rank's processor time is measured too, which other work on the machine hardly changes. Parts are taken in two
 orders: scattered over the model, as popularity has it, and from the bottom up, as the windows of dense models have it,
 where gradients need not flow to the bottom. MoEvement expects about a third less for frozen operators: the weight
-gradients and the step of the optimizer. With --write the result is kept as data.
+gradients and the step of the optimizer.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from harness import ENDLESS, SETTINGS, Benchmark, BenchmarkJob, machine, on_ranks, run_ranks
+from harness import ENDLESS, UNTIED, Benchmark, BenchmarkJob, row, rule, run_ranks, spread, start
 
-BENCHMARK = Benchmark("replay")
+BENCHMARK = Benchmark("replay", 20)
 
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
 FULL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --moe-ffn-hidden-size 512 --num-experts 8"
-    " --seq-length 128 --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
+    f" --seq-length 128 --micro-batch-size 2 --global-batch-size 8 {UNTIED}"
 )
-QUICK = (
-    "--num-layers 2 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 --untie-embeddings-and-output-weights"
-)
+QUICK = f"--num-layers 2 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 {UNTIED}"
 PERCENTS = (0, 25, 50, 75, 100)
 ALL_BUT_ONE = "all but the embedding"
 
 
 def main() -> int:
     """Measure, show a table, keep the result if asked to."""
-    parser = BENCHMARK.parser(__doc__, quick="a tiny model and two pairs")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of turns for each part (default: 20)")
-    arguments = parser.parse_args()
-    pairs, model = (2, QUICK) if arguments.quick else (arguments.pairs, FULL)
-    result = BENCHMARK.result(arguments, lambda: measured(pairs, model))
-    BENCHMARK.show(arguments, result, table(result))
-    return 0
+    return BENCHMARK.run(__doc__, measured, table)
 
 
-def measured(pairs: int, model: str) -> dict[str, Any]:
-    """The machine, and what the ranks measure."""
-    about = machine()
-    own = {name: about[name] for name in ("cpu", "cores", "torch", "megatron_core")} | {"load": about["load_before"]}
-    return {"machine": own, "model": model} | run_ranks(__file__, {"pairs": pairs}, LAYOUT, f"{ENDLESS} {model}")
+def measured(turns: int, quick: bool) -> dict[str, Any]:
+    """What the ranks measure."""
+    model = QUICK if quick else FULL
+    return {"model": model} | run_ranks(__file__, {"pairs": turns}, LAYOUT, f"{ENDLESS} {model}")
 
 
 def table(result: dict[str, Any]) -> list[str]:
     """The medians, for people."""
     lines = [
         f"an iteration of training takes {result['iteration_s']:.3f} s ({result['iteration_cpu_s']:.3f} s of processor"
-        f" time of the slowest rank); load of the machine {result['machine']['load']:.1f}",
+        " time of the slowest rank)",
         "",
-        "| frozen | iteration time | quartiles | processor time |",
-        "|---|---:|---:|---:|",
+        row("frozen", "iteration time (quartiles)", "processor time"),
+        rule(3),
     ]
     for name, part in result["parts"].items():
-        low, _, high = part["quartiles"]
-        lines.append(f"| {name} | {part['ratio']:.3f} | {low:.3f} to {high:.3f} | {part['cpu_ratio']:.3f} |")
+        lines.append(row(name, spread(part["ratios"]), f"{part['cpu_ratio']:.3f}"))
     return [*lines, "", "Relative to an iteration of training in the same pair of turns; medians."]
 
 
@@ -125,13 +113,8 @@ def parts_of(operators: Sequence[Any]) -> dict[str, Sequence[Any]]:
 
 def compared(pairs: Sequence[Any]) -> dict[str, Any]:
     """Ratios of both times, per pair."""
-    ratios = [frozen[0] / training[0] for training, frozen in pairs]
-    return {
-        "ratio": statistics.median(ratios),
-        "quartiles": statistics.quantiles(ratios, n=4),
-        "cpu_ratio": statistics.median(frozen[1] / training[1] for training, frozen in pairs),
-        "ratios": ratios,
-    }
+    cpu_ratio = statistics.median(frozen[1] / training[1] for training, frozen in pairs)
+    return {"cpu_ratio": cpu_ratio, "ratios": [frozen[0] / training[0] for training, frozen in pairs]}
 
 
 def timed(turn: Callable[[], None]) -> tuple[float, float]:
@@ -147,7 +130,4 @@ def timed(turn: Callable[[], None]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    if SETTINGS in os.environ:
-        on_ranks(sys.argv[1:], work)
-    else:
-        sys.exit(main())
+    start(main, work)

@@ -1,26 +1,21 @@
-"""Snapshots beside training: bandwidth of the copies, memory over many of them, cost against other checkpoints.
+"""Snapshots beside training: bandwidth of the copies, and cost of a checkpoint against other checkpoints.
 
 A GPT-MoE with about 1 GB of training state trains on two processes in Megatron-LM's loop. All contestants checkpoint
 that one training at the same frequency, in turns of a few iterations and in another order in each round; so whatever
-else the machine does hits all. Everything is written to a tmpfs. With --write the result is kept as data and as a page.
+else the machine does hits all. Everything is written to a tmpfs.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from dataclasses import dataclass
+import statistics
 from pathlib import Path
 from typing import Any
 
-from harness import ENDLESS, ROOT, Benchmark, available_gb, machine, run_ranks
-from peers import install_nvrx
-from snapshot_page import LEAST_BANDWIDTH_RATIO, MOST_GROWTH_BYTES, bandwidth_ratio, growth_bytes, report
+from harness import ENDLESS, ROOT, Benchmark, needs_gb, row, rule, run_ranks, spread, start, where
+from peers import NVRX, OURS, PEERS, install_nvrx
 
-BENCHMARK = Benchmark("snapshot", "snapshot.md")
+BENCHMARK = Benchmark("snapshot", 8, "snapshot.md")
 NVRX_FOLDER = ROOT / ".data" / "nvrx"
-
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
 COMMON = f"{ENDLESS} --bf16 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 """Experts get equal numbers of tokens: for each new shape oneDNN compiles a kernel, which costs time and memory."""
@@ -29,64 +24,149 @@ LARGE = (
     "--num-layers 5 --hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 1024 --num-experts 8"
     " --seq-length 128 --micro-batch-size 2 --global-batch-size 4"
 )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured."""
-
-    model: str
-    rounds: int
-    checkpoints_per_turn: int
-    copies: int
-    memory_warm: int
-    memory_iterations: int
-
-
-FULL = Sizes(LARGE, rounds=8, checkpoints_per_turn=2, copies=14, memory_warm=40, memory_iterations=200)
-QUICK = Sizes(SMALL, rounds=2, checkpoints_per_turn=2, copies=6, memory_warm=5, memory_iterations=20)
 INTERVAL = 2
 NEEDED_GB = 12.0
-"""Of memory for the full sizes: both sessions, a checkpoint of a peer being written beside another, both processes."""
+"""Of memory for the large model: both sessions, a checkpoint of a peer being written beside another, both processes."""
+LEAST_BANDWIDTH_RATIO = 0.60
 
 
 def main() -> int:
-    """Measure; exit code 1 if the copies are slower or the memory grows more than allowed, 2 if there is no room."""
-    parser = BENCHMARK.parser(__doc__, quick="a tiny model and few rounds")
-    parser.add_argument("--minutes", type=float, default=10.0, help="no round begins after this (default: 10)")
-    arguments = parser.parse_args()
-    if not (arguments.report or arguments.quick) and available_gb() < NEEDED_GB:
-        parser.error(f"{available_gb():.1f} GB of memory are available, but {NEEDED_GB:.0f} GB are needed: free some")
-    sizes, seconds = QUICK if arguments.quick else FULL, arguments.minutes * 60
-    result = BENCHMARK.result(arguments, lambda: measured(sizes, seconds))
-    BENCHMARK.show(arguments, result, report(result))
-    return 0 if bandwidth_ratio(result) >= LEAST_BANDWIDTH_RATIO and growth_bytes(result) <= MOST_GROWTH_BYTES else 1
+    """Exit code 1 if the copies are slower than allowed."""
+    return BENCHMARK.run(__doc__, measured, report, lambda result: bandwidth_ratio(result) >= LEAST_BANDWIDTH_RATIO)
 
 
-def measured(sizes: Sizes, seconds: float) -> dict[str, Any]:
-    """The machine and the results of both jobs."""
-    started_s = time.monotonic()
-    result: dict[str, Any] = {"machine": machine(), "nvrx_missing": install_nvrx(NVRX_FOLDER), "model": sizes.model}
-    memory = {"part": "memory", "warm": sizes.memory_warm, "iterations": sizes.memory_iterations}
-    result |= run_job(memory, SMALL)
-    checkpoints = {
-        "part": "checkpoints",
-        "copies": sizes.copies,
-        "rounds": sizes.rounds,
-        "seconds": seconds - (time.monotonic() - started_s),
-        "interval": INTERVAL,
-        "checkpoints_per_turn": sizes.checkpoints_per_turn,
-    }
-    result |= run_job(checkpoints, sizes.model)
-    result["machine"]["load_after"] = os.getloadavg()[0]
-    return result
+def measured(turns: int, quick: bool) -> dict[str, Any]:
+    """The copies alone, and the turns of all contestants."""
+    missing = install_nvrx(NVRX_FOLDER)
+    peers = [name for name in PEERS if not (missing and name.startswith("NVRx"))]
+    settings = {"copies": 6 if quick else 14, "interval": INTERVAL, "checkpoints_per_turn": 2}
+    return {"nvrx_missing": missing} | run_job([*OURS, *peers], settings, turns, quick)
 
 
-def run_job(settings: dict[str, Any], model: str) -> dict[str, Any]:
-    """What the ranks of one training measure."""
+def run_job(contestants: list[str], settings: dict[str, Any], turns: int, quick: bool) -> dict[str, Any]:
+    """What the ranks of one training measure of these contestants."""
+    if not quick:
+        needs_gb(NEEDED_GB)
+    settings |= {"contestants": contestants, "rounds": turns, "nvrx": str(NVRX_FOLDER)}
     script = Path(__file__).with_name("snapshot_ranks.py")
-    return run_ranks(script, settings | {"nvrx": str(NVRX_FOLDER)}, LAYOUT, f"{COMMON} {model}")
+    return run_ranks(script, settings, LAYOUT, f"{COMMON} {SMALL if quick else LARGE}")
+
+
+def bandwidth_ratio(result: dict[str, Any]) -> float:
+    """Capture over memcpy, the median of all pairs."""
+    return statistics.median(_pair_ratios(result["bandwidth"]["alone"]))
+
+
+def _pair_ratios(rows: dict[str, list[float]]) -> list[float]:
+    return [ours / plain for ours, plain in zip(rows["capture_gb_per_s"], rows["memcpy_gb_per_s"], strict=True)]
+
+
+def costs(result: dict[str, Any], name: str) -> dict[str, list[float]]:
+    """What a checkpoint costs, by round: longer turns, waiting of the training thread, processor time of all ranks."""
+    found = result["checkpoints"]
+    pairs = list(zip(found["rows"][name], found["rows"]["none"], strict=True))
+
+    def beyond(key: str) -> list[float]:
+        return [(with_[key] - without[key]) / found["checkpoints_per_turn"] for with_, without in pairs]
+
+    stalls = [with_["stall_s"] for with_, _ in pairs]
+    return {"overhead": beyond("turn_s"), "stall": stalls, "processor time": beyond("cpu_s")}
+
+
+def state_of(result: dict[str, Any]) -> str:
+    """The training state, for people."""
+    state = result["state"]
+    return (
+        f"Training state {state['total_bytes'] / 1e9:.2f} GB over {state['ranks']} processes: master weights"
+        f" {state['master_bytes'] / 1e9:.2f}, moments {state['moments_bytes'] / 1e9:.2f}, compute weights"
+        f" {state['compute_bytes'] / 1e9:.2f}. Each process has one thread, so what runs beside training takes its time"
+        " from training: nothing is hidden here."
+    )
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """The page: tables with medians and, in brackets, quartiles."""
+    lines = [*BENCHMARK.head("Snapshots beside training"), f"Measured {where(result)}. {state_of(result)}", ""]
+    return [*lines, *_copies(result), *_costs(result), *_ratios(result)]
+
+
+def _copies(result: dict[str, Any]) -> list[str]:
+    found = result["bandwidth"]
+    lines = [
+        "## Copies alone",
+        "",
+        f"{found['bytes'] / 1e9:.2f} GB of live state in {found['tensors']} tensors per rank, through `LiveCapturer`"
+        " and `ThreadEngine` into a segment of the memory tier, against `numpy.copyto` of one array of that size;"
+        f" pairs. `GLIBC_TUNABLES`, as the launch script sets it: {found['glibc_tunables'] or 'not set'}.",
+        "",
+        row("", "memcpy, GB/s", "capture, GB/s", "capture / memcpy"),
+        rule(4, 4),
+    ]
+    for which in ("alone", "all ranks at once"):
+        rows = found[which]
+        columns = (rows["memcpy_gb_per_s"], rows["capture_gb_per_s"], _pair_ratios(rows))
+        lines.append(row(which, *(spread(column, 2) for column in columns)))
+    verdict = "met" if bandwidth_ratio(result) >= LEAST_BANDWIDTH_RATIO else "NOT met"
+    return [*lines, "", f"Asked for: at least {LEAST_BANDWIDTH_RATIO:.2f} alone: {verdict}.", ""]
+
+
+def _costs(result: dict[str, Any]) -> list[str]:
+    found = result["checkpoints"]
+    turns, iterations = found["rows"], found["interval"] * found["checkpoints_per_turn"]
+    iteration_s = [turn["turn_s"] / iterations for turn in turns["none"]]
+    lines = [
+        "## Cost of a checkpoint",
+        "",
+        f"A checkpoint every {found['interval']} iterations of one training, {len(turns['none'])} rounds, in each a"
+        f" turn of {iterations} iterations for each contestant and one without checkpoints; an iteration takes"
+        f" {spread(iteration_s)} s. Overhead: how much longer a turn is than the one without in the same round, per"
+        " checkpoint. Stall: what the training thread waits in calls of the checkpointer. Processor time: that of all"
+        " ranks and of what they forked, less that of the turn without. All write to the same tmpfs, which is"
+        " faster than what `torch_dist` is meant for; NVRx and ours make no replicas.",
+        "",
+        row("", "GB per checkpoint", "overhead, s", "stall, s", "processor time, s"),
+        rule(5, 5),
+    ]
+    for name in _contestants(result):
+        gigabytes = statistics.median(turn["bytes"] for turn in turns[name]) / 1e9
+        lines.append(row(name, f"{gigabytes:.3f}", *map(spread, costs(result, name).values())))
+    if result["nvrx_missing"]:
+        lines += ["", f"{NVRX} could not be installed and is left out: {result['nvrx_missing']}"]
+    return [*lines, ""]
+
+
+def _contestants(result: dict[str, Any]) -> list[str]:
+    return [name for name in result["checkpoints"]["rows"] if name != "none"]
+
+
+def _ratios(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Ours in relation to each peer",
+        "",
+        "Below 1 ours is cheaper. Quotients within each round; of the medians where a peer's overhead was not above"
+        " zero in every round. Below 0 means that ours cost less than the noise of this machine.",
+        "",
+        row("", "overhead", "stall", "processor time"),
+        rule(4, 4),
+    ]
+    ahead = []
+    for ours in OURS:
+        for peer in _contestants(result):
+            if peer not in OURS:
+                mine, theirs = costs(result, ours), costs(result, peer)
+                lines.append(row(f"{ours} / {peer}", *(_quotient(mine[key], theirs[key]) for key in mine)))
+                medians = {key: (statistics.median(theirs[key]), statistics.median(mine[key])) for key in mine}
+                ahead += [f"{peer} before {ours} in {key}" for key, (other, own) in medians.items() if other < own]
+    return [*lines, "", f"Where a peer is ahead by the median: {'; '.join(ahead) or 'nowhere'}."]
+
+
+def _quotient(mine: list[float], theirs: list[float]) -> str:
+    """Ours over theirs within the rounds; of medians where a peer cost nothing that shows in some."""
+    if min(theirs) > 0:
+        return spread([own / other for own, other in zip(mine, theirs, strict=True)], 2)
+    other = statistics.median(theirs)
+    return f"{statistics.median(mine) / other:.2f} of medians" if other > 0 else "lost in noise"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -2,7 +2,7 @@
 
 Two processes of one machine, over its loopback. In each turn every kind moves the same message once, one after the
 other in an order that turns, so whatever else the machine does hits all; a transfer ends when the receiver has every
-byte. With --write the result is kept as data.
+byte.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Benchmark, machine
+from harness import Benchmark, spread, start
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
 from megatron.core.dist_checkpointing.moe.replication.staged import StagedTransport
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 
-BENCHMARK = Benchmark("transports")
+BENCHMARK = Benchmark("transports", 15)
 TIMEOUT_S = 120.0
 KINDS = ("gloo", "tcp", "process-group")
 
@@ -32,18 +32,13 @@ Move = Callable[[memoryview], None]
 
 
 def main() -> int:
-    """Measure; exit code 1 where bytes did not arrive as they were."""
-    parser = BENCHMARK.parser(__doc__, quick="three turns of 16 MiB")
-    parser.add_argument("--turns", type=int, default=15, help="transfers of each kind (default: 15)")
-    arguments = parser.parse_args()
-    turns, nbytes = (3, 16 << 20) if arguments.quick else (arguments.turns, 256 << 20)
-    result = BENCHMARK.result(arguments, lambda: measured(turns, nbytes))
-    BENCHMARK.show(arguments, result, report(result))
-    return 0 if result["equal"] else 1
+    """Exit code 1 where bytes did not arrive as they were."""
+    return BENCHMARK.run(__doc__, measured, report, lambda result: bool(result["equal"]))
 
 
-def measured(turns: int, nbytes: int) -> dict[str, Any]:
+def measured(turns: int, quick: bool) -> dict[str, Any]:
     """Seconds of each turn by kind."""
+    nbytes = (16 if quick else 256) << 20
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         answers: Any = context.SimpleQueue()
@@ -53,7 +48,7 @@ def measured(turns: int, nbytes: int) -> dict[str, Any]:
         found: dict[str, Any] = answers.get()
         for process in ranks:
             process.join()
-    return {"machine": machine(), "bytes": nbytes, **found}
+    return {"bytes": nbytes, **found}
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -61,9 +56,8 @@ def report(result: dict[str, Any]) -> list[str]:
     lines = [f"{result['bytes'] >> 20} MiB between two processes, GB/s: median (quartiles); against gloo, turn by turn"]
     for kind, times_s in result["seconds"].items():
         rates = [result["bytes"] / 1e9 / time_s for time_s in times_s]
-        low, middle, high = statistics.quantiles(rates, n=4)
         ratio = statistics.median(b / a for a, b in zip(times_s, result["seconds"]["gloo"], strict=True))
-        lines.append(f"{kind:14} {middle:6.2f} ({low:.2f} to {high:.2f})  x {ratio:.2f}")
+        lines.append(f"{kind:14} {spread(rates, 2)}  x {ratio:.2f}")
     return lines
 
 
@@ -118,4 +112,4 @@ def _over_gloo(store: FileStore, rank: int) -> Move:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    start(main)

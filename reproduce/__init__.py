@@ -1,1 +1,1 @@
-"""Tables and figures of the papers, recomputed: `python reproduce/table3.py`, one script for each of them."""
+"""Tables and figures of the papers, recomputed: `python -m reproduce table3`. Those that there are: `figures.py`."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, median
 from typing import Any, cast
 
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.closed_form import ettr as closed_form
 from moe_ckpt.simulator.constants import MOEVEMENT, Constants
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
@@ -21,7 +16,7 @@ from moe_ckpt.simulator.systems.links import SystemSetting
 
 from . import table7
 from .evaluation import AZURE, DURATION_S, cluster_of, cost_of
-from .figure import COLOURS, NAMES, Figure, decimals, minutes
+from .figure import COLOURS, NAMES, Figure, Rows, decimals, minutes
 from .jobs import MTBF_S, azure_job
 from .paper_systems import PAPER_SYSTEMS
 from .table3 import PublishedCell, published_cell
@@ -228,20 +223,23 @@ def columns() -> tuple[Column, ...]:
 
 def figure() -> Figure:
     """The errors, out of sample first."""
-    systems = tuple(FITTED)
-    claims = table7.claims()
+    systems, ways = tuple(FITTED), ("model", "MTBF")
+    claims, times, agreeing = table7.claims(), iteration_times(), columns()
     held = sum(claim.verdict != "NO" for claim in claims)
-    times = iteration_times()
-    worst = max(abs(ours / there - 1) for there, ours, _ in times.values())
+    means = {by: {system: mean_error(by, system) for system in systems} for by in ways}
+    largest = {
+        system: max(abs(error) for one in held_out("model") if one.system == system for error in one.errors.values())
+        for system in systems
+    }
     return Figure(
-        "Cross-validation: errors of the simulator on what it was not fitted to",
+        "cross_validation",
         {
             "leave_one_out": [
                 {"by": by, "system": one.system, "left_out": one.left_out, "constants": one.constants, "mean": one.mean,
                  "ettr_errors": one.errors}
-                for by in ("model", "MTBF") for one in held_out(by)
+                for by in ways for one in held_out(by)
             ],
-            "mean_error": {by: {system: mean_error(by, system) for system in systems} for by in ("model", "MTBF")},
+            "mean_error": means,
             "target": TARGET,
             "iteration_time": {
                 model: {"published_s": there, "predicted_s": ours, "memory_share": share}
@@ -250,79 +248,36 @@ def figure() -> Figure:
             "columns": [
                 {"system": one.system, "what": one.what, "median_ratio": median(one.ratios), "within_2x": one.within,
                  "cells": len(one.ratios)}
-                for one in columns()
+                for one in agreeing
             ],
             "table7": {"ranges": len(claims), "hold_or_within": held},
         },
-        (_means(), _left_out("model"), _left_out("MTBF"), _times(), _columns()),
+        (
+            ((NAMES[system], decimals(means["model"][system]), decimals(means["MTBF"][system]),
+                  decimals(largest[system]), TARGET, "yes" if means["model"][system] <= TARGET else "NO")
+                 for system in systems),
+            *(_left_out(by) for by in ways),
+            ((model, there, ours, ours / there - 1) for model, (there, ours, _) in times.items()),
+            ((NAMES[one.system], one.what, f"{median(one.ratios):.2f}", f"{one.within} of {len(one.ratios)}")
+                 for one in agreeing),
+        ),
         _draw,
         (
-            *(
-                Fact(f"{NAMES[system]} ETTR, one model left out", decimals(mean_error("model", system)))
-                for system in systems
-            ),
-            Fact("Iteration time, one row left in, worst", worst, "share"),
+            *(Fact(f"{NAMES[of]} ETTR, one model left out", decimals(means["model"][of])) for of in systems),
+            Fact("Iteration time, one row left in, worst",
+                 max(abs(ours / there - 1) for there, ours, _ in times.values()), "share"),
             Fact("Ranges of Table 7 that hold, nothing of it fitted but its storage", f"{held} of {len(claims)}"),
         ),
-        (
-            "Left out are all cells of a model, or of a failure rate, of Table 3; the constants in the tables are found"
-            " again from the others. All other constants are published or assumed: `moe-ckpt simulate constants`.",
-            "CheckFreq's constants are fitted to ETTR alone; they then contradict its intervals. The last table has"
-            " the simulator's own constants, which are fitted to the intervals.",
-            "The rows of Table 7 were not at hand, so its iteration times cannot be compared; its ranges can.",
-            "MoC is not predicted out of sample.",
-        ),
-        (1, 2),
-        (11, 4),
     )  # fmt: skip
 
 
-def _means() -> Table:
+def _left_out(by: str) -> Rows:
     rows = (
-        (
-            NAMES[system],
-            decimals(mean_error("model", system)),
-            decimals(mean_error("MTBF", system)),
-            decimals(max(max(map(abs, one.errors.values())) for one in held_out("model") if one.system == system)),
-            TARGET,
-            "yes" if mean_error("model", system) <= TARGET else "NO",
-        )
-        for system in FITTED
-    )  # fmt: skip
-    return table(
-        "Mean error of ETTR out of sample",
-        "system | one model out | one MTBF out | largest, model | target | met",
-        rows,
-    )
-
-
-def _left_out(by: str) -> Table:
-    rows = (
-        (
-            NAMES[one.system],
-            one.left_out,
-            ", ".join(f"{name} {value:.3g}" for name, value in one.constants.items()),
-            decimals(one.mean),
-            " ".join(f"{error:+.3f}" for error in one.errors.values()),
-        )
+        (NAMES[one.system], one.left_out, ", ".join(f"{name} {value:.3g}" for name, value in one.constants.items()),
+         decimals(one.mean), " ".join(f"{error:+.3f}" for error in one.errors.values()))
         for one in held_out(by)
-    )
-    return table(f"One {by} left out", "system | left out | constants found without it | mean | errors", rows)
-
-
-def _times() -> Table:
-    rows = ((model, there, ours, ours / there - 1) for model, (there, ours, _) in iteration_times().items())
-    return table("Iteration time, fitted to one other row", "model | paper:seconds | ours:seconds | error:share", rows)
-
-
-def _columns() -> Table:
-    rows = (
-        (NAMES[one.system], one.what, f"{median(one.ratios):.2f}", f"{one.within} of {len(one.ratios)}")
-        for one in columns()
-    )
-    return table(
-        "Columns of Table 3, in sample: ours by the published", "system | column | median | within 2 times", rows
-    )
+    )  # fmt: skip
+    return rows
 
 
 def _draw(axes: list[Any]) -> None:
@@ -331,8 +286,7 @@ def _draw(axes: list[Any]) -> None:
             own = [one for one in held_out(by) if one.system == system]
             points = [(number, error) for number, one in enumerate(own) for error in one.errors.values()]
             axis.scatter(*zip(*points, strict=True), color=COLOURS[system], label=NAMES[system], alpha=0.7)
-        names = [one.left_out for one in held_out(by) if one.system == "gemini"]
-        axis.set_xticks(range(len(names)), names)
+        axis.set_xticks(range(len(own)), [one.left_out for one in own])
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set(title=f"one {by} left out", ylabel="ETTR, ours less the published")
     axes[0].legend()

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.ettr import ettr, expected_recovery_s
 
 from .evaluation import AZURE, behaviour_of
-from .figure import Figure, decimals, minutes, published
+from .figure import Figure, bars, decimals, lines, minutes, published
 from .jobs import MTBF_S, azure_job
 
 INTERVALS = (1, 2, 5, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000)
@@ -59,76 +54,48 @@ def best(mtbf_s: float) -> tuple[int, float]:
 
 def figure() -> Figure:
     """Both panels, and what the text says of them."""
-    paper = published()["fig1"]
-    slowdown = 1 + dense().overhead_share(1)
-    return Figure(
-        "MoEvement Fig. 1: Gemini on DeepSeek-MoE, 96 A100 GPUs",
+    paper, costs, bests = published()["fig1"], dense(), {mtbf_s: best(mtbf_s) for mtbf_s in MTBF_S}
+    slowdown = 1 + costs.overhead_share(1)
+    table3 = {row["mtbf_s"]: row["ettr"]["gemini"] for row in published()["table3"]["DeepSeek-MoE"]["rows"]}
+    curves = {mtbf_s: [costs.ettr(interval, mtbf_s) for interval in INTERVALS] for mtbf_s in MTBF_S}
+    rows: list[dict[str, Any]] = [
         {
-            "costs": asdict(dense()),
+            "interval": interval,
+            "overhead_share": costs.overhead_share(interval),
+            "recovery_s": costs.recovery_s(interval),
+            "ettr": {str(mtbf_s): values[at] for mtbf_s, values in curves.items()},
+        }
+        for at, interval in enumerate(INTERVALS)
+    ]
+
+    def draw(axes: list[Any]) -> None:
+        names = [str(interval) for interval in INTERVALS]
+        overheads = {"overhead": [100 * row["overhead_share"] for row in rows]}
+        bars(axes[0], names, overheads, xlabel="checkpoint interval (iterations)", ylabel="overhead (%)", yscale="log")
+        axes[0].tick_params(axis="x", rotation=60)
+        right = axes[0].twinx()
+        lines(right, names, {"recovery": [row["recovery_s"] for row in rows]}, ylabel="recovery (s)", yscale="log")
+        named = {minutes(mtbf_s): values for mtbf_s, values in curves.items()}
+        lines(axes[1], INTERVALS, named, xlabel="interval, by MTBF", ylabel="ETTR", xscale="log", ylim=(0, 1))
+
+    return Figure(
+        "fig1",
+        {
+            "costs": asdict(costs),
             "slowdown_every_iteration": slowdown,
-            "by_interval": [
-                {
-                    "interval": interval,
-                    "overhead_share": dense().overhead_share(interval),
-                    "recovery_s": dense().recovery_s(interval),
-                    "ettr": {str(mtbf_s): dense().ettr(interval, mtbf_s) for mtbf_s in MTBF_S},
-                }
-                for interval in INTERVALS
-            ],
-            "best": {str(mtbf_s): dict(zip(("interval", "ettr"), best(mtbf_s), strict=True)) for mtbf_s in MTBF_S},
+            "by_interval": rows,
+            "best": {str(mtbf_s): {"interval": at, "ettr": highest} for mtbf_s, (at, highest) in bests.items()},
             "published": paper,
         },
-        (_by_interval(), _best()),
-        _draw,
+        (
+            ((row["interval"], row["overhead_share"], row["recovery_s"], *map(decimals, row["ettr"].values()))
+                 for row in rows),
+            ((minutes(mtbf_s), at, *map(decimals, (highest, paper["best_ettr"].get(str(mtbf_s)), table3[mtbf_s])))
+                 for mtbf_s, (at, highest) in bests.items()),
+        ),
+        draw,
         (
             Fact("Slowdown with a checkpoint in every iteration", f"{slowdown:.2f} x"),
             Fact("Published slowdown", f"{paper['gemini_slowdown_every_iteration']} x"),
         ),
-        (
-            "The best ETTRs of the figure's text do not agree with Table 3 of the same paper, which gives the same"
-            " system and model 0.910 at 2 h, 0.853 at 30 min and 0.728 at 10 min: the constants follow the table.",
-        ),
-        (1, 2),
-        (11, 4),
-    )
-
-
-def _by_interval() -> Table:
-    ettrs = " | ".join(f"ETTR at {minutes(mtbf_s)}" for mtbf_s in MTBF_S)
-    rows = (
-        (
-            interval,
-            dense().overhead_share(interval),
-            dense().recovery_s(interval),
-            *(decimals(dense().ettr(interval, mtbf_s)) for mtbf_s in MTBF_S),
-        )
-        for interval in INTERVALS
-    )
-    return table("By interval", f"interval:count | overhead:share | recovery:seconds | {ettrs}", rows)
-
-
-def _best() -> Table:
-    """The highest ETTR of each curve, that of the figure's text, and that of Table 3."""
-    text = published()["fig1"]["best_ettr"]
-    table3 = {row["mtbf_s"]: row["ettr"]["gemini"] for row in published()["table3"]["DeepSeek-MoE"]["rows"]}
-    rows = []
-    for mtbf_s in MTBF_S:
-        interval, highest = best(mtbf_s)
-        others = (decimals(text.get(str(mtbf_s))), decimals(table3[mtbf_s]))
-        rows.append((minutes(mtbf_s), interval, decimals(highest), *others))
-    return table("Best", "MTBF | best interval:count | best ETTR | text of Fig. 1 | Table 3", rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    overheads = [100 * dense().overhead_share(interval) for interval in INTERVALS]
-    axes[0].bar([str(interval) for interval in INTERVALS], overheads, color="tab:orange")
-    axes[0].set(xlabel="checkpoint interval (iterations)", ylabel="overhead (%)", yscale="log")
-    axes[0].tick_params(axis="x", rotation=60)
-    right = axes[0].twinx()
-    right.plot([str(at) for at in INTERVALS], [dense().recovery_s(at) for at in INTERVALS], color="black")
-    right.set(ylabel="recovery (s)", yscale="log")
-    for mtbf_s in MTBF_S:
-        values = [dense().ettr(interval, mtbf_s) for interval in INTERVALS]
-        axes[1].plot(INTERVALS, values, marker=".", label=minutes(mtbf_s))
-    axes[1].set(xlabel="checkpoint interval (iterations)", ylabel="ETTR", xscale="log", ylim=(0, 1))
-    axes[1].legend(title="MTBF")
+    )  # fmt: skip

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.events import Moment, SimulatedRun, simulate
 from moe_ckpt.simulator.faults import load_trace
 
@@ -58,23 +53,40 @@ def training_goodput(system: str) -> tuple[float, float]:
 
 def figure() -> Figure:
     """Goodput, K and lost tokens over the trace, and what the text says of them."""
-    paper = published()["fig10"]
-    first, last = training_goodput("moc")
-    shares = [moment.k_share for moment in runs()["moc"].timeline]
+    paper, moc = published()["fig10"], runs()["moc"].timeline
+    (first, last), ratios = training_goodput("moc"), paper["goodput_ratio"]
+    shares = [moment.k_share for moment in moc]
+
+    def draw(axes: list[Any]) -> None:
+        for system, run in runs().items():
+            hours = [(at / 3600, goodput) for at, goodput in goodput_over_time(run.timeline)]
+            axes[0].plot(*zip(*hours, strict=True), color=COLOURS[system], label=NAMES[system])
+            axes[0].axhline(run.ettr, color=COLOURS[system], linestyle="--", linewidth=0.7)
+        at = [moment.at_s / 3600 for moment in moc]
+        for axis, values in ((axes[1], shares), (axes[2], [moment.lost_tokens / 1e6 for moment in moc])):
+            axis.step(at, values, where="post", color=COLOURS["moc"])
+        axes[0].set(ylabel="goodput (of fault-free)", ylim=(0, 1.05))
+        axes[0].legend(loc="lower left")
+        axes[1].set(ylabel="MoC: share of experts per snapshot", ylim=(0, 1.05))
+        axes[2].set(ylabel="MoC: lost tokens (millions)", xlabel="hours")
+
     return Figure(
-        "MoEvement Fig. 10: DeepSeek-MoE under a 6-hour trace with 24 failures",
+        "fig10",
         {
             system: {
                 "samples_per_s": samples_per_s(system),
                 "moevement_is_times": advantage(system),
-                "published_times": paper["goodput_ratio"].get(system),
+                "published_times": ratios.get(system),
                 "ettr": run.ettr,
                 "timeline": [vars(moment) for moment in run.timeline],
             }
             for system, run in runs().items()
         },
-        (_goodput(),),
-        _draw,
+        (
+            ((NAMES[system], f"{samples_per_s(system):.1f}", run.ettr, f"{advantage(system):.2f} x",
+                  f"{ratios[system]} x" if system in ratios else "-") for system, run in runs().items()),
+        ),
+        draw,
         (
             Fact("Failures", runs()["moevement"].faults, "count"),
             Fact("MoC's experts per snapshot", f"{min(shares):.1%} to {max(shares):.1%}"),
@@ -82,28 +94,7 @@ def figure() -> Figure:
             Fact("MoC's loss of goodput over time", 1 - last / first, "share"),
             Fact("Published loss", paper["moc_goodput_drop"], "share"),
         ),
-        (
-            "The trace's times are not published: a seeded stand-in with as many failures in as many hours. The paper"
-            " calls that a mean of about 19 minutes; 6 hours by 24 are 15. Policies are told 19.",
-        ),
-        (3, 1),
-        (8, 9),
-    )
-
-
-def _goodput() -> Table:
-    ratios = published()["fig10"]["goodput_ratio"]
-    rows = (
-        (
-            NAMES[system],
-            f"{samples_per_s(system):.1f}",
-            run.ettr,
-            f"{advantage(system):.2f} x",
-            f"{ratios[system]} x" if system in ratios else "-",
-        )
-        for system, run in runs().items()
-    )
-    return table("Goodput", "system | samples per s | ETTR:share | MoEvement has | published", rows)
+    )  # fmt: skip
 
 
 def goodput_over_time(timeline: tuple[Moment, ...], span_s: float = 900.0) -> list[tuple[float, float]]:
@@ -116,18 +107,3 @@ def goodput_over_time(timeline: tuple[Moment, ...], span_s: float = 900.0) -> li
         done = sum(max(0.0, min(to, end) - max(at, end - span_s)) * goodput for at, to, goodput in pieces)
         found.append((end - span_s / 2, done / span_s))
     return found
-
-
-def _draw(axes: list[Any]) -> None:
-    for system, run in runs().items():
-        hours = [(at / 3600, goodput) for at, goodput in goodput_over_time(run.timeline)]
-        axes[0].plot(*zip(*hours, strict=True), color=COLOURS[system], label=NAMES[system])
-        axes[0].axhline(run.ettr, color=COLOURS[system], linestyle="--", linewidth=0.7)
-    moc = runs()["moc"].timeline
-    at = [moment.at_s / 3600 for moment in moc]
-    axes[1].step(at, [100 * moment.k_share for moment in moc], where="post", color=COLOURS["moc"])
-    axes[2].step(at, [moment.lost_tokens / 1e6 for moment in moc], where="post", color=COLOURS["moc"])
-    axes[0].set(ylabel="goodput (of fault-free)", ylim=(0, 1.05))
-    axes[0].legend(loc="lower left")
-    axes[1].set(ylabel="MoC: experts per snapshot (%)", ylim=(0, 105))
-    axes[2].set(ylabel="MoC: lost tokens (millions)", xlabel="hours")

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 import random
 from dataclasses import dataclass
 from functools import cache
 from statistics import quantiles
 from typing import Any
-
-from moe_ckpt.report import table
 
 from .figure import Figure, published
 from .jobs import azure_job
@@ -60,53 +53,31 @@ def counts(level: str) -> tuple[int, ...]:
 @cache
 def boxes() -> tuple[Active, ...]:
     """One box per level."""
-    return tuple(_box(level, counts(level)) for level in LEVELS)
-
-
-def _box(level: str, found: tuple[int, ...]) -> Active:
-    lower, median, upper = quantiles(found, n=4, method="inclusive")
-    return Active(level, min(found), lower, median, upper, max(found))
+    found = []
+    for level in LEVELS:
+        lower, median, upper = quantiles(counts(level), n=4, method="inclusive")
+        found.append(Active(level, min(counts(level)), lower, median, upper, max(counts(level))))
+    return tuple(found)
 
 
 def figure() -> Figure:
     """The boxes as a table."""
     experts = azure_job("DeepSeek-MoE").shape.num_experts
+    most_active = [one.level for one in boxes() if one.median > experts / 2]
+    (skewed,) = (one.median for one in boxes() if one.level == "0.99")
+
+    def draw(axes: list[Any]) -> None:
+        axes[0].boxplot([counts(level) for level in LEVELS], tick_labels=list(LEVELS))
+        axes[0].set(xlabel="skewness S", ylabel="experts with a token")
+
     return Figure(
-        "MoEvement Fig. 15: experts with at least one token in an iteration, DeepSeek-MoE",
+        "fig15",
         {"experts": experts, "boxes": [vars(one) for one in boxes()]},
         (
-            table(
-                "Active experts of a layer",
-                "skewness | least:count | lower quartile | median | upper quartile | most:count",
-                ((one.level, one.least, *(f"{value:g}" for value in _quartiles(one)), one.most) for one in boxes()),
-            ),
+            ((one.level, one.least, f"{one.lower_quartile:g}", f"{one.median:g}", f"{one.upper_quartile:g}",
+                  one.most) for one in boxes()),
         ),
-        _draw,
-        (),
-        (
-            f"{DRAWS} popularities of each skewness from the Dirichlet distributions of appendix D, {ITERATIONS}"
-            " iterations with each; the tokens of an iteration are independent draws.",
-            'The text says that "most experts remain active" at all levels. With independent tokens and these'
-            f" distributions that holds at S = {', '.join(most_active())} only: at 0.99 they leave {_median('0.99'):g}"
-            f" of {experts} active. Boxes are not published as numbers.",
-        ),
-    )
-
-
-def most_active() -> tuple[str, ...]:
-    """Levels at which more than half of the experts have a token in the median iteration."""
-    experts = azure_job("DeepSeek-MoE").shape.num_experts
-    return tuple(one.level for one in boxes() if one.median > experts / 2)
-
-
-def _quartiles(one: Active) -> tuple[float, float, float]:
-    return one.lower_quartile, one.median, one.upper_quartile
-
-
-def _median(level: str) -> float:
-    return next(one.median for one in boxes() if one.level == level)
-
-
-def _draw(axes: list[Any]) -> None:
-    axes[0].boxplot([counts(level) for level in LEVELS], tick_labels=list(LEVELS))
-    axes[0].set(xlabel="skewness S", ylabel="experts with a token")
+        draw,
+        values={"draws": DRAWS, "iterations": ITERATIONS, "levels": ", ".join(most_active),
+                "skewed": skewed, "experts": experts},
+    )  # fmt: skip

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from functools import cache
 from statistics import fmean
 from typing import Any
 
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.behaviour import Behaviour
 from moe_ckpt.simulator.events import estimate
 
@@ -62,50 +57,36 @@ def recovery_s() -> dict[str, float]:
 
 def figure() -> Figure:
     """The figure as a table, with what the text says of it."""
-    paper = published()["fig16"]
-    speedup = ettrs()["moevement"]["0.99"][0] / ettrs()["moc"]["0.99"][0]
+    paper, found = published()["fig16"], ettrs()
+    speedup = found["moevement"]["0.99"][0] / found["moc"]["0.99"][0]
+    rows = []
+    for level in LEVELS:
+        drawn = [skewness(of) for draw in DRAWS if (of := shares(level, draw)) is not None]
+        ours = (found[system][level][0] for system in SYSTEMS)
+        theirs = (paper["checkfreq"], paper["gemini"], paper["moc"].get(level))
+        rows.append((level, f"{fmean(drawn or [0]):.2f}", *map(decimals, (*ours, *theirs)), recovery_s()[level]))
+
+    def draw(axes: list[Any]) -> None:
+        for system, of in found.items():
+            means, halves = zip(*of.values(), strict=True)
+            axes[0].errorbar(list(map(float, LEVELS)), means, halves, color=COLOURS[system], label=NAMES[system])
+        axes[0].set(xlabel="skewness S", ylabel="ETTR", ylim=(0, 1))
+        axes[0].legend()
+
     return Figure(
-        "MoEvement Fig. 16: skewness of expert popularity, DeepSeek-MoE, a mean of 10 minutes between failures",
+        "fig16",
         {
             "ettr": {
-                system: {level: {"mean": mean, "half_width": half} for level, (mean, half) in found.items()}
-                for system, found in ettrs().items()
+                system: {level: {"mean": mean, "half_width": half} for level, (mean, half) in of.items()}
+                for system, of in found.items()
             },
             "moevement_recovery_s": recovery_s(),
             "published": paper,
         },
-        (_table(),),
-        _draw,
+        (rows,),
+        draw,
         (
             Fact("MoEvement by MoC at 0.99", f"{speedup:.1f} x"),
             Fact("Published, largest", f"{paper['largest_speedup']} x"),
         ),
-        (
-            "Popularity is drawn from a Dirichlet distribution, the same in all layers, one draw per run with failures"
-            " of a Poisson process.",
-            "The paper has MoC at 0.17 with equal popularity, and at 0.134 in Table 3 for the same model and failure"
-            " rate: with the popularity of its training data. Its fall with skewness, to 0.13, does not come out here.",
-        ),
     )
-
-
-def _table() -> Table:
-    paper = published()["fig16"]
-    rows = []
-    for level in LEVELS:
-        drawn = [skewness(found) for draw in DRAWS if (found := shares(level, draw)) is not None]
-        ours = (decimals(ettrs()[system][level][0]) for system in SYSTEMS)
-        theirs = map(decimals, (paper["checkfreq"], paper["gemini"], paper["moc"].get(level)))
-        rows.append((level, f"{fmean(drawn):.2f}" if drawn else "0.00", *ours, *theirs, recovery_s()[level]))
-    names = " | ".join(NAMES[system] for system in SYSTEMS)
-    columns = f"S | drawn | {names} | CheckFreq paper | Gemini paper | MoC paper | MoEvement's E[R]:seconds"
-    return table("ETTR", columns, rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    at = [float(level) for level in LEVELS]
-    for system, found in ettrs().items():
-        means, halves = zip(*found.values(), strict=True)
-        axes[0].errorbar(at, means, halves, color=COLOURS[system], marker="o", label=NAMES[system])
-    axes[0].set(xlabel="skewness S", ylabel="ETTR", ylim=(0, 1))
-    axes[0].legend()

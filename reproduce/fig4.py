@@ -1,14 +1,6 @@
-"""MoEvement Fig. 4: tokens of each expert over iterations, and how many experts of a layer get any.
-
-From a real job: benchmarks/results/active_experts.json, which `python benchmarks/active_experts.py --write` measures.
-"""
+"""MoEvement Fig. 4: tokens of each expert over iterations, and how many experts of a layer get any."""
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +8,10 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from moe_ckpt.report import Table, table
-
-from .figure import BENCHMARKS, Figure, measured, published
+from .figure import BENCHMARKS, Figure, lines, measured, published
 from .skewness import skewness
 
-FILE, COMMAND = "active_experts.json", "python benchmarks/active_experts.py --write"
+FILE, COMMAND = "active_experts.json", "python benchmarks/figure_jobs.py active_experts --write"
 FEWEST = (64, 63, 62, 60, 56, 48, 32)
 """Of the CDF, the numbers of experts in the table."""
 WINDOW = 15
@@ -96,62 +86,41 @@ def figure() -> Figure:
     """The CDF, and what the text says of it."""
     given, run = published()["fig4"], measured(FILE, COMMAND, BENCHMARKS)
     iterations, routed, means = len(tokens()[0]), sum(tokens()[0][0]), over_time()
+    there = {given["active_at_least"]: given["iterations_share"]}
+
+    def draw(axes: list[Any]) -> None:
+        layer = tokens()[-1]
+        by_expert = [[100 * counts[expert] / sum(counts) for counts in layer] for expert in range(len(layer[0]))]
+        axes[0].stackplot(range(1, len(layer) + 1), by_expert)
+        axes[0].set(xlabel="iteration", ylabel="tokens by expert, last layer (%)", ylim=(0, 100))
+        for part, label in ((1.0, "all"), (SETTLED, "last third")):
+            numbers = range(min(active(part)), max(active(part)) + 1)
+            shares = [fmean(found <= number for found in active(part)) for number in numbers]
+            axes[1].step(numbers, shares, where="post", label=label)
+        axes[1].set(xlabel="active experts of a layer", ylabel="share of iterations", ylim=(0, 1.02))
+        axes[1].legend()
+        label = f"active experts, mean over {WINDOW} iterations"
+        lines(axes[2], [WINDOW * at for at in range(len(means))], {"": means}, xlabel="iteration", ylabel=label)
+
     return Figure(
-        "MoEvement Fig. 4: tokens of experts over iterations of a real job",
+        "fig4",
         {
             "iterations": iterations,
             "routed_tokens_per_iteration": routed,
             "active": list(active()),
-            "active_over_time": over_time(),
+            "active_over_time": means,
             "layers": [vars(one) for one in dynamics()],
             "published": given,
         },
-        (_cdf(), _dynamics()),
-        _draw,
-        (),
         (
-            f"Measured by `{COMMAND}`: {iterations} iterations from the first one on, {run['experts']} experts per"
-            f" layer, {run['topk']} per token as in DeepSeek-MoE, {routed:,} routed tokens per layer and iteration. The"
-            " paper's run has ten thousand iterations of a far larger model.",
-            "What agrees: popularity is skewed, and moves from expert to expert. What does not:"
-            f" {given['active_at_least']} of {given['experts']} experts are active in"
-            f" {at_least(given['active_at_least'], SETTLED):.0%} of the last iterations instead of"
-            f" {given['iterations_share']:.0%} of all. Routers give most tokens to a few experts early in training,"
-            f" until the balancing loss brings the others back: of means over {WINDOW} iterations the first is"
-            f" {means[0]:.0f} active experts, the lowest {min(means):.0f}, the last {means[-1]:.0f}.",
+            ((experts, at_least(experts), at_least(experts, SETTLED), there.get(experts)) for experts in FEWEST),
+            ((one.layer, f"{one.largest_by_even:.1f}", f"{one.skew:.3f}", one.most_popular,
+                  f"{one.fluctuation:.1f}") for one in dynamics()),
         ),
-        (1, 3),
-        (15, 4),
-    )
-
-
-def _cdf() -> Table:
-    given = published()["fig4"]
-    there = {given["active_at_least"]: given["iterations_share"]}
-    rows = ((experts, at_least(experts), at_least(experts, SETTLED), there.get(experts)) for experts in FEWEST)
-    title = f"(b) iterations by active experts of {given['experts']}"
-    return table(title, "active, at least:count | all:share | last third:share | published:share", rows)
-
-
-def _dynamics() -> Table:
-    rows = (
-        (one.layer, f"{one.largest_by_even:.1f}", f"{one.skew:.3f}", one.most_popular, f"{one.fluctuation:.1f}")
-        for one in dynamics()
-    )
-    columns = "layer:count | largest share, in even ones | S | were the largest:count | most by fewest tokens"
-    return table("(a) shares in the last third", columns, rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    layer = tokens()[-1]
-    by_expert = [[100 * counts[expert] / sum(counts) for counts in layer] for expert in range(len(layer[0]))]
-    axes[0].stackplot(range(1, len(layer) + 1), by_expert)
-    axes[0].set(xlabel="iteration", ylabel="tokens by expert, last layer (%)", ylim=(0, 100))
-    for part, label in ((1.0, "all"), (SETTLED, "last third")):
-        numbers = range(min(active(part)), max(active(part)) + 1)
-        shares = [fmean(found <= number for found in active(part)) for number in numbers]
-        axes[1].step(numbers, shares, where="post", label=label)
-    axes[1].set(xlabel="active experts of a layer", ylabel="share of iterations", ylim=(0, 1.02))
-    axes[1].legend()
-    axes[2].plot([WINDOW * at for at in range(len(over_time()))], over_time(), marker="o")
-    axes[2].set(xlabel="iteration", ylabel=f"active experts, mean over {WINDOW} iterations", ylim=(0, None))
+        draw,
+        values={
+            "command": COMMAND, "iterations": iterations, "run": run, "routed": routed, "given": given,
+            "settled": at_least(given["active_at_least"], SETTLED), "window": WINDOW, "means": means,
+            "lowest": min(means), "last": means[-1],
+        },
+    )  # fmt: skip

@@ -1,23 +1,30 @@
-"""A table or figure of a paper as a value, and what all of them share: published numbers, formats, colours."""
+"""A table or figure of a paper as a value, and what all of them share: published numbers, formats, plots."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from moe_ckpt.report import Fact, Report, Table
+from moe_ckpt.report import Fact, Report, table
 from moe_ckpt.report.markdown import as_markdown
+
+from .figures import FIGURES, RESULTS
 
 COLOURS = {"checkfreq": "tab:blue", "gemini": "tab:orange", "moc": "tab:red", "moevement": "tab:green"}
 NAMES = {"checkfreq": "CheckFreq", "gemini": "Gemini", "moc": "MoC", "moevement": "MoEvement"}
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, BENCHMARKS = ROOT / "docs" / "results", ROOT / "benchmarks" / "results"
+_OF_NAME = {NAMES[system]: colour for system, colour in COLOURS.items()}
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SUFFIXES = (".png", ".svg", ".pdf")
+
+
+Rows = Iterable[tuple[Any, ...]]
+"""Of a table, its cells in the order of its columns."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +32,37 @@ class Figure:
     """A table or figure of a paper, recomputed, with the published numbers beside ours.
 
     Args:
-        title: Of the report.
+        name: Of its row in `figures.toml`.
         data: All of it as plain numbers and texts, with units in the keys: what `--out FILE.json` writes.
-        tables: For a person.
-        draw: Draws it on the axes of a `grid` (rows, columns) of `size` inches.
+        rows: Of each table of the row, for a person.
+        draw: Draws it on the axes of the row's grid.
         facts: What stands above the tables.
-        notes: Sentences below them.
+        values: What stands in braces in the row's notes.
     """
 
-    title: str
+    name: str
     data: dict[str, Any]
-    tables: tuple[Table, ...]
+    rows: tuple[Rows, ...]
     draw: Callable[[list[Any]], None]
     facts: tuple[Fact, ...] = ()
-    notes: tuple[str, ...] = ()
-    grid: tuple[int, int] = (1, 1)
-    size: tuple[float, float] = (7, 4.5)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str) -> Figure:
+        """Compute that of a row. Raises UsageError where the runs that it is made of are not there."""
+        found: Figure = import_module(f"reproduce.{name}").figure()
+        return found
 
     @property
     def report(self) -> Report:
         """For a person."""
-        return Report(self.title, self.facts, self.tables, self.notes)
+        row = FIGURES[self.name]
+        tables = tuple(table(*head, found) for head, found in zip(row.tables, self.rows, strict=True))
+        return Report(row.title, self.facts, tables, tuple(note.format(**self.values) for note in row.notes))
 
     def markdown(self, made_by: str, picture: Path | None = None, data: Path | None = None) -> str:
         """The page, with links to its `picture` and `data` beside it."""
-        links = [f"![{self.title}]({picture.name})"] if picture else []
+        links = [f"![{FIGURES[self.name].title}]({picture.name})"] if picture else []
         links += [f"All numbers: [{data.name}]({data.name})."] if data else []
         return as_markdown(self.report, made_by) + "".join(f"\n{link}\n" for link in links)
 
@@ -57,14 +70,10 @@ class Figure:
         """Write it as the suffix says, `.json` or `.md`, the latter with links to its `picture` and `data`.
 
         Raises:
-            UsageError: For other suffixes, and for files that cannot be written.
+            UsageError: For files that cannot be written.
         """
-        if path.suffix == ".json":
-            text = json.dumps(self.data, indent=1) + "\n"
-        elif path.suffix == ".md":
-            text = self.markdown(made_by, picture, data)
-        else:
-            raise UsageError(f"--out {path}: give a file that ends in .md or .json")
+        as_json = path.suffix == ".json"
+        text = json.dumps(self.data, indent=1) + "\n" if as_json else self.markdown(made_by, picture, data)
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -74,18 +83,17 @@ class Figure:
         """Draw it into a file.
 
         Raises:
-            UsageError: For a suffix of no picture, without matplotlib, and for files that cannot be written.
+            UsageError: Without matplotlib, and for files that cannot be written.
         """
-        if path.suffix.lower() not in SUFFIXES:
-            raise UsageError(f"--plot {path}: give a file that ends in {', '.join(SUFFIXES)}")
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure as Canvas
         except ImportError:
             raise UsageError("--plot needs matplotlib: pip install 'megatron-moe-ckpt[reproduce]'") from None
-        canvas = Canvas(figsize=self.size, layout="constrained")
+        row = FIGURES[self.name]
+        canvas = Canvas(figsize=row.size, layout="constrained")
         FigureCanvasAgg(canvas)
-        self.draw(list(canvas.subplots(*self.grid, squeeze=False).flat))
+        self.draw(list(canvas.subplots(*row.grid, squeeze=False).flat))
         try:
             canvas.savefig(path, dpi=120)
         except OSError as error:
@@ -113,12 +121,6 @@ def published(paper: str = "moevement") -> dict[str, Any]:
     return figures
 
 
-def page(name: str) -> Path:
-    """Where the page of a module lies; those of MoEvement have no prefix."""
-    paper = "moevement-" if name.startswith(("fig", "table")) else ""
-    return RESULTS / f"{paper}{name.replace('_', '-')}.md"
-
-
 def measured(name: str, command: str, folder: Path | None = None) -> dict[str, Any]:
     """What a real run left in docs/results, or in another `folder`.
 
@@ -131,6 +133,30 @@ def measured(name: str, command: str, folder: Path | None = None) -> dict[str, A
     except FileNotFoundError:
         raise UsageError(f"{path.name} is not in {path.parent.name}: `{command}` makes it, from real runs") from None
     return found
+
+
+def lines(axis: Any, at: Sequence[Any], series: Mapping[str, Sequence[float]], **settings: Any) -> None:
+    """Draw curves over the same places, by what the legend calls them; settings: of the axis."""
+    for label, values in series.items():
+        axis.plot(at, values, color=_OF_NAME.get(label), marker="." if len(at) > 12 else "o", label=label)
+    _finish(axis, len(series), settings)
+
+
+def bars(axis: Any, names: Sequence[str], series: Mapping[str, Sequence[float]], **settings: Any) -> None:
+    """Draw groups of bars, one group for each name and in it one bar of each series; settings: of the axis."""
+    width = 0.8 / len(series)
+    for number, (label, values) in enumerate(series.items()):
+        shift = (number - (len(series) - 1) / 2) * width
+        at = [place + shift for place in range(len(names))]
+        axis.bar(at, values, width, color=_OF_NAME.get(label), label=label)
+    axis.set_xticks(range(len(names)), names)
+    _finish(axis, len(series), settings)
+
+
+def _finish(axis: Any, series: int, settings: Mapping[str, Any]) -> None:
+    axis.set(**settings)
+    if series > 1:
+        axis.legend()
 
 
 def decimals(value: float | None) -> str:

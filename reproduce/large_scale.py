@@ -5,17 +5,12 @@ No Table or Fig. of a paper: none has it.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, Topology
-from moe_ckpt.report import Fact, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.closed_form import ettr as closed_form
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.constants import COMEBACKS, THIS_PROJECT
@@ -27,7 +22,7 @@ from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.systems import SYSTEMS
 from moe_ckpt.simulator.systems.links import SystemSetting
 
-from .figure import Figure, decimals
+from .figure import Figure, bars, decimals
 
 META_GPU_S = 54 * 86400.0 / 419 * 16384
 """Seconds of one GPU between unexpected interruptions: 419 in 54 days on 16,384 GPUs (Llama 3, 3.3.4)."""
@@ -43,26 +38,9 @@ SEEDS = range(4)
 DURATION_S = 12 * 3600.0
 
 
-@dataclass(frozen=True)
-class LargeJob:
-    """What one system makes of one size with one way to come back."""
-
-    gpus: int
-    mtbf_s: float
-    system: str
-    comeback: str
-    iteration_s: float
-    interval: int
-    overhead_share: float
-    recovery_s: float
-    restart_s: float
-    ettr: float
-    ettr_by_chance: float
-
-
 @cache
-def outcomes() -> tuple[LargeJob, ...]:
-    """All of them."""
+def outcomes() -> tuple[dict[str, Any], ...]:
+    """What each system makes of each size with each way to come back."""
     found = []
     for gpus, topology in GPUS.items():
         batch = SAMPLES_PER_PIPELINE * topology.dp
@@ -78,66 +56,40 @@ def outcomes() -> tuple[LargeJob, ...]:
                 behaviour = SYSTEMS[system].behaviour(setting, mtbf_s)
                 nodes = len(topology.ranks_by_node)
                 runs = [simulate(behaviour, poisson(mtbf_s, DURATION_S, nodes, seed), DURATION_S) for seed in SEEDS]
-                found.append(
-                    LargeJob(
-                        gpus, mtbf_s, system, comeback, cost.iteration_s, behaviour.interval,
-                        behaviour.overhead_s / cost.iteration_s, behaviour.expected_recovery_s,
-                        setting.launch_s + setting.meet_s, closed_form(behaviour, mtbf_s),
-                        estimate([run.ettr for run in runs]).mean,
-                    )
-                )  # fmt: skip
+                found.append({
+                    "gpus": gpus, "mtbf_s": mtbf_s, "system": system, "comeback": comeback,
+                    "iteration_s": cost.iteration_s, "interval": behaviour.interval,
+                    "overhead_share": behaviour.overhead_s / cost.iteration_s,
+                    "recovery_s": behaviour.expected_recovery_s, "restart_s": setting.launch_s + setting.meet_s,
+                    "ettr": closed_form(behaviour, mtbf_s), "ettr_by_chance": estimate([run.ettr for run in runs]).mean,
+                })  # fmt: skip
     return tuple(found)
 
 
 def gain(gpus: int, system: str) -> float:
     """By how much recovery in place raises ETTR over cold restarts."""
-    by_mode = {one.comeback: one.ettr for one in outcomes() if (one.gpus, one.system) == (gpus, system)}
-    return by_mode["in-place"] - by_mode["cold"]
+    by_mode = {one["comeback"]: one["ettr"] for one in outcomes() if (one["gpus"], one["system"]) == (gpus, system)}
+    return float(by_mode["in-place"] - by_mode["cold"])
 
 
 def figure() -> Figure:
     """ETTR by size, system and way to come back."""
-    rows = (
-        (
-            f"{one.gpus:,}", one.mtbf_s / 60, NAMES[one.system], one.comeback, one.restart_s, one.interval,
-            one.overhead_share, one.recovery_s, decimals(one.ettr), decimals(one.ettr_by_chance),
-        )
-        for one in outcomes()
-    )  # fmt: skip
+
+    def draw(axes: list[Any]) -> None:
+        for axis, gpus in zip(axes, GPUS, strict=True):
+            own = [one for one in outcomes() if one["gpus"] == gpus]
+            series = {mode: [one["ettr"] for one in own if one["comeback"] == mode] for mode in COMEBACKS}
+            axis.axhline(BYTEROBUST_ETTR, color="grey", linestyle=":", label="ByteRobust, 9,600 GPUs")
+            bars(axis, list(NAMES.values()), series, title=f"{gpus:,} GPUs", ylabel="ETTR", ylim=(0, 1))
+
     return Figure(
-        "DeepSeek-V3 on 9,600 and 100,000 H100 GPUs at Meta's failure rate",
-        {"rows": [asdict(one) for one in outcomes()], "meta_gpu_s": META_GPU_S, "byterobust_ettr": BYTEROBUST_ETTR},
+        "large_scale",
+        {"rows": list(outcomes()), "meta_gpu_s": META_GPU_S, "byterobust_ettr": BYTEROBUST_ETTR},
         (
-            table(
-                "ETTR",
-                "GPUs | MTBF, min:number | system | comes back | restart:seconds | interval:count | overhead:share"
-                " | recovery:seconds | ETTR | by chance",
-                rows,
-            ),
+            ((f"{one['gpus']:,}", one["mtbf_s"] / 60, NAMES[one["system"]], one["comeback"], one["restart_s"],
+              one["interval"], one["overhead_share"], one["recovery_s"], decimals(one["ettr"]),
+              decimals(one["ettr_by_chance"])) for one in outcomes()),
         ),
-        _draw,
+        draw,
         tuple(Fact(f"In place adds, full, {gpus:,} GPUs", gain(gpus, "gemini"), "share") for gpus in GPUS),
-        (
-            "Faults strike as often per GPU as in Llama 3's training. ByteRobust reports an ETTR of 97 % for"
-            " three months"
-            " on 9,600 GPUs; its failure rate is not used.",
-            "A cold launch is the one that was fitted at 96 GPUs; connections grow with the ranks (MegaScale)."
-            " What nodes of"
-            " another size or a scheduler add is not in it: give --restart.",
-        ),
-        (1, 2),
-        (11, 4),
-    )
-
-
-def _draw(axes: list[Any]) -> None:
-    for axis, gpus in zip(axes, GPUS, strict=True):
-        for at, comeback in enumerate(COMEBACKS):
-            own = [one for one in outcomes() if (one.gpus, one.comeback) == (gpus, comeback)]
-            axis.bar(
-                [number + 0.25 * at for number in range(len(own))], [one.ettr for one in own], 0.25, label=comeback
-            )
-        axis.set_xticks([number + 0.25 for number in range(len(NAMES))], list(NAMES.values()))
-        axis.set(title=f"{gpus:,} GPUs", ylabel="ETTR", ylim=(0, 1))
-        axis.axhline(BYTEROBUST_ETTR, color="grey", linestyle=":", label="ByteRobust, 9,600 GPUs")
-    axes[0].legend(fontsize=8)
+    )  # fmt: skip

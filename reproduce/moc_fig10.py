@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from functools import cache
 from typing import Any
 
@@ -17,11 +12,11 @@ from megatron.core.dist_checkpointing.moe.policy.partial import (
 )
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.paper_sizes import TABLE_3_SCOPES, checkpoint_bytes
 
-from .figure import Figure, published
+from .figure import Figure, bars, lines, published
 
 EXPERTS_SAVED = (1, 2, 4, 8, 16)
 """K of the figure's bars; the last saves all experts of GPT-350M-16E."""
@@ -127,95 +122,49 @@ def pec_reductions() -> dict[str, float]:
 
 def figure() -> Figure:
     """Fig. 10 beside what the text says of it (MoC 6.2.1, Fig. 2, Table 3)."""
-    fall = [of_case[ALL_TECHNIQUES] for of_case in reductions().values()]
-    given = published("moc")["fig10"]
-    return Figure(
-        "MoC-System Fig. 10: checkpoint size of GPT-350M-16E",
-        {
-            "figure": "MoC-System Fig. 10",
-            "total_share_of_full": total_shares(),
-            "bottleneck_bytes": bottlenecks(),
-            "reductions": reductions(),
-            "pec_reductions": pec_reductions(),
-            "published": given,
-        },
-        (_composition(), _totals(), _bottlenecks(), _reductions(), _pec()),
-        _draw,
-        (
-            Fact("Share of the full checkpoint, K = 1", total_shares()[SCOPE.name][1], "share"),
-            Fact("Published share, K = 1", given["total_share_of_full_k1"], "share"),
-        ),
-        (
-            "Bytes of a rank are the most that it saves in any checkpoint of a rotation over all experts. The optimizer"
-            " state is sharded by ZeRO-2 in all series, as in the paper.",
-            "The published figure has no numbers for the bars; their sizes are predicted. That sharding of experts"
-            " alone helps only with several EP groups (Case 3) and that adaptive sharding goes below equal sharding at"
-            " K = 1 comes out as the text says.",
-            "The text has checkpoints become up to about 50 % shorter (6.2.2, all techniques); the bottleneck rank's"
-            f" bytes fall by {100 * min(fall):.0f} to {100 * max(fall):.0f} %. Time has a part that does not depend on"
-            " bytes (serialisation, files), which bytes alone cannot show.",
-        ),
-        (1, 4),
-        (16, 3.6),
-    )
-
-
-def _composition() -> Table:
-    shape = preset(published("moc")["fig10"]["model"])
+    paper, found, totals = published("moc"), reductions(), total_shares()
+    given, pec = paper["fig10"], paper["pec"]
+    fall = [of_case[ALL_TECHNIQUES] for of_case in found.values()]
+    shape = preset(given["model"])
     parts = checkpoint_bytes(shape, FP16_FP32, shape.num_experts)
-    rows = (
-        (name.replace("_", " "), getattr(parts, f"{name}_bytes") / parts.total_bytes, given)
-        for name, given in published("moc")["composition"].items()
-        if name != "where"
-    )
-    return table("Composition (Fig. 2)", "part | ours:share | published:share", rows)
-
-
-def _totals() -> Table:
-    given = published("moc")["total_share_by_scope"] | {"both": published("moc")["fig10"]["total_share_of_full_k1"]}
-    rows = ((name, *by_k.values(), given.get(name)) for name, by_k in total_shares().items())
-    shares = " | ".join(f"K = {k}:share" for k in EXPERTS_SAVED)
-    return table("Total (a)", f"left out of the others | {shares} | published, K = 1:share", rows)
-
-
-def _bottlenecks() -> Table:
-    rows = ((case, k, *by_strategy.values()) for case, by_k in bottlenecks().items() for k, by_strategy in by_k.items())
-    series = " | ".join(f"{label}:bytes" for label in SERIES.values())
-    return table("Bottleneck rank (b to d)", f"case | K:count | {series}", rows)
-
-
-def _reductions() -> Table:
-    found, given = reductions(), published("moc")["fig10"]
-    given_shares = {
+    scopes = paper["total_share_by_scope"] | {"both": given["total_share_of_full_k1"]}
+    said = {
         "equal, all experts": given["equal_sharding_reduction_full"],
         "equal, K = 1": given["equal_sharding_reduction_pec"],
         "adaptive beyond equal, K = 1": given["adaptive_further_reduction_k1"],
     }
-    rows = (
-        (what, *(found[case][what] for case in found), given_shares.get(what)) for what in next(iter(found.values()))
-    )
-    cases = " | ".join(f"{case}:share" for case in found)
-    return table("Reductions", f"reduction | {cases} | published:share", rows)
-
-
-def _pec() -> Table:
-    given = published("moc")["pec"]
-    rows = ((name.replace("_k1", "").replace("_", " "), ours, given[name]) for name, ours in pec_reductions().items())
-    title = f"PEC preprint, 4.2: {given['model']} with K = 1"
-    return table(title, "reduction | ours:share | published:share", rows)
+    return Figure(
+        "moc_fig10",
+        {
+            "figure": "MoC-System Fig. 10",
+            "total_share_of_full": totals,
+            "bottleneck_bytes": bottlenecks(),
+            "reductions": found,
+            "pec_reductions": pec_reductions(),
+            "published": given,
+        },
+        (
+            ((name.replace("_", " "), getattr(parts, f"{name}_bytes") / parts.total_bytes, share)
+                 for name, share in paper["composition"].items() if name != "where"),
+            ((name, *by_k.values(), scopes.get(name)) for name, by_k in totals.items()),
+            ((case, k, *of.values()) for case, by_k in bottlenecks().items() for k, of in by_k.items()),
+            ((what, *(found[case][what] for case in found), said.get(what)) for what in next(iter(found.values()))),
+            ((name.replace("_k1", "").replace("_", " "), ours, pec[name])
+                 for name, ours in pec_reductions().items()),
+        ),
+        _draw,
+        (
+            Fact("Share of the full checkpoint, K = 1", totals[SCOPE.name][1], "share"),
+            Fact("Published share, K = 1", given["total_share_of_full_k1"], "share"),
+        ),
+        {"least": 100 * min(fall), "most": 100 * max(fall)},
+    )  # fmt: skip
 
 
 def _draw(axes: list[Any]) -> None:
     labels = [str(k) for k in EXPERTS_SAVED]
-    axes[0].bar(labels, [100 * share for share in total_shares()[SCOPE.name].values()])
-    axes[0].set_title("(a) total")
-    axes[0].set_ylabel("% of the full checkpoint")
+    shares = {"": [100 * share for share in total_shares()[SCOPE.name].values()]}
+    bars(axes[0], labels, shares, title="(a) total", xlabel="K", ylabel="% of the full checkpoint")
     for panel, axis, (case, by_k) in zip("bcd", axes[1:], bottlenecks().items(), strict=True):
-        for strategy, label in SERIES.items():
-            axis.plot(labels, [by_k[k][strategy] / 1e9 for k in EXPERTS_SAVED], marker="o", label=label)
-        axis.set_title(f"({panel}) bottleneck rank, {case}")
-        axis.set_ylabel("GB")
-        axis.set_ylim(bottom=0)
-    axes[1].legend()
-    for axis in axes:
-        axis.set_xlabel("K")
+        series = {label: [by_k[k][name] / 1e9 for k in EXPERTS_SAVED] for name, label in SERIES.items()}
+        lines(axis, labels, series, title=f"({panel}) bottleneck rank, {case}", xlabel="K", ylabel="GB")

@@ -6,19 +6,12 @@ the rank that saves most (Fig. 10, by the real selection and sharding) and the r
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moe_ckpt.report import Table, table
-
 from . import moc_fig10
-from .figure import Figure, published
+from .figure import Figure, bars, published
 
 SHARDED = "adaptive"
 """Fully sharded: equal for experts, adaptive for the rest."""
@@ -73,55 +66,28 @@ def bounds() -> dict[str, PassBounds]:
 
 def figure() -> Figure:
     """Durations, bounds, and whether all statements can be true at once."""
+    seconds = {case: [baseline_s(case), *(snapshot_s(case, k) for k in moc_fig10.EXPERTS_SAVED)] for case in cases()}
+    names = ["baseline", *map(str, moc_fig10.EXPERTS_SAVED)]
+    ends = {case: (one.at_least_s, one.below_s if one.below_s < 1e9 else None) for case, one in bounds().items()}
+    third, second = bounds()["Case3"], bounds()["Case2"]
+    allowed = third.possible and third.below_s + 0.5 > second.at_least_s
+
+    def draw(axes: list[Any]) -> None:
+        for axis, (case, found) in zip(axes, seconds.items(), strict=True):
+            bars(axis, names, {"": found}, title=case, xlabel="K", ylabel="snapshot (s)")
+            axis.axhspan(bounds()[case].at_least_s, min(bounds()[case].below_s, axis.get_ylim()[1]), alpha=0.2)
+
     return Figure(
-        "MoC Fig. 11: seconds of a snapshot of GPT-350M-16E by case and K",
+        "moc_fig11",
         {
-            "snapshot_s": {
-                case: {"baseline": baseline_s(case)} | {str(k): snapshot_s(case, k) for k in moc_fig10.EXPERTS_SAVED}
-                for case in cases()
-            },
-            "bounds": {
-                case: {"at_least_s": one.at_least_s, "below_s": one.below_s if one.below_s < 1e9 else None}
-                for case, one in bounds().items()
-            },
+            "snapshot_s": {case: dict(zip(names, found, strict=True)) for case, found in seconds.items()},
+            "bounds": {case: {"at_least_s": least, "below_s": below} for case, (least, below) in ends.items()},
             "reduction": shortest_reduction(),
         },
-        (_durations(), _bounds()),
-        _draw,
-        (),
         (
-            "The text says that durations fall by up to about 50 %; for K = 1 they fall by"
-            f" {shortest_reduction():.0%} here, of bytes that are copied at one rate.",
-            "Case3 is 0.5 s faster than Case2 (6.2.2): "
-            + ("its bounds allow that." if _apart_allowed() else "its bounds do not allow that."),
+            ((case, *found) for case, found in seconds.items()),
+            ((case, *found, "yes" if bounds()[case].possible else "NO") for case, found in ends.items()),
         ),
-        (1, 3),
-        (12, 3.8),
+        draw,
+        values={"reduction": shortest_reduction(), "allow": "allow" if allowed else "do not allow"},
     )
-
-
-def _apart_allowed() -> bool:
-    """Whether passes of Case3 that keep their bounds can be half a second shorter than some of Case2."""
-    return bounds()["Case3"].possible and bounds()["Case3"].below_s + 0.5 > bounds()["Case2"].at_least_s
-
-
-def _durations() -> Table:
-    columns = "case | baseline:seconds | " + " | ".join(f"K = {k}:seconds" for k in moc_fig10.EXPERTS_SAVED)
-    rows = ((case, baseline_s(case), *(snapshot_s(case, k) for k in moc_fig10.EXPERTS_SAVED)) for case in cases())
-    return table("Snapshots", columns, rows)
-
-
-def _bounds() -> Table:
-    rows = (
-        (one.case, one.at_least_s, one.below_s if one.below_s < 1e9 else None, "yes" if one.possible else "NO")
-        for one in bounds().values()
-    )
-    return table("Passes, if all statements hold", "case | at least:seconds | below:seconds | possible", rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    for axis, case in zip(axes, cases(), strict=True):
-        labels = ["all, baseline", *(str(k) for k in moc_fig10.EXPERTS_SAVED)]
-        axis.bar(labels, [baseline_s(case), *(snapshot_s(case, k) for k in moc_fig10.EXPERTS_SAVED)])
-        axis.set(title=case, xlabel="K", ylabel="snapshot (s)")
-        axis.axhspan(bounds()[case].at_least_s, min(bounds()[case].below_s, axis.get_ylim()[1]), alpha=0.2)

@@ -8,17 +8,10 @@ an iteration without a checkpoint.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
-
-from moe_ckpt.report import Table, table
 
 from .figure import Figure, published
 from .moc_fig10 import EXPERTS_SAVED
@@ -102,62 +95,28 @@ def intervals() -> dict[int, float]:
 def figure() -> Figure:
     """The bars as ranges, and whether what the text says of them fits together."""
     (sharding,) = (one.most for one in bars() if (one.case, one.method) == ("Case1", BASE_ASYNC))
+    given, gain = published("moc")["fig12"], gains()
+    shares = ", ".join(f"{share:.2f} (K = {k})" for k, share in intervals().items())
+    said = given["interval_case2"]["moc_async"] / given["interval_case2"]["base_async"]
+    ends = [" to ".join(f"{end:.1%}" for end in pair) for pair in (gain, given["gain_over_base_async"])]
     return Figure(
-        "MoC Fig. 12: an iteration with a checkpoint by three methods, GPT-350M-16E",
+        "moc_fig12",
         {
             "checkpoint_iterations": list(checkpoint()),
             "bars": [vars(one) | {"apart": one.apart} for one in bars()],
-            "gain_over_base_async": list(gains()),
+            "gain_over_base_async": list(gain),
             "interval_case2": {str(k): share for k, share in intervals().items()},
-            "published": published("moc")["fig12"],
+            "published": given,
         },
-        (_bars(), _statements()),
-        _draw,
-        (),
         (
-            f"Said: a blocking checkpoint that lasts {checkpoint()[0]:.2f} to {checkpoint()[1]:.2f} iterations without"
-            " one, which follows from the published speed-ups, and the shares of it that each method hides.",
-            "Here: eq. 10 with passes of any length that the statements of Fig. 11 allow, 1 GB/s of snapshots (6.2.4),"
-            f" K = {EXPERTS} for MoC-Async, and iterations that are all passes. The rate of storage is not published,"
-            " so nothing bounds a blocking checkpoint from above.",
-            "What agrees: the order of the methods in each case, blocking checkpoints of that length, and that"
-            " MoC-Async leaves next to nothing. By eq. 10 it leaves nothing at all; 3 to 8 % of an iteration are said.",
-            "What does not: Base-Async. In Case1 sharding alone is said to fit the snapshot into the passes (6.2.2); it"
-            " takes so little off the busiest rank that without it an iteration could not last longer than"
-            f" {sharding:.2f}. In Case3 a snapshot of four experts is said to outlast the passes, so that one of all"
-            " lasts far longer than what is said to be left of it, unless an update takes several times as long as the"
-            " passes. Case1 has no such way out: its durations are not proportional to bytes.",
-            "Nothing of this ran on GPUs. What snapshots in every iteration add to real iterations of this project, on"
-            " CPUs, is in [another page](every-iteration.md).",
+            ((one.case, one.method, *("-" if value is None else f"{value:.2f}" for value in
+                                          (*one.said, one.least, one.most, one.apart or None))) for one in bars()),
+            (("what MoC-Async saves of Base-Async's iteration", *ends),
+                 ("I_ckpt of MoC-Async by Base-Async's, Case2", shares, f"{said:.2f}")),
         ),
-        (1, 3),
-        (12, 3.8),
-    )
-
-
-def _bars() -> Table:
-    rows = (
-        (one.case, one.method, *map(_shown, (*one.said, one.least, one.most)), _shown(one.apart or None))
-        for one in bars()
-    )
-    columns = "case | method | said, at least | said, at most | here, at least | here, at most | apart by"
-    return table("Duration, in iterations without a checkpoint", columns, rows)
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _statements() -> Table:
-    given, (least, most) = published("moc")["fig12"], gains()
-    low, high = given["gain_over_base_async"]
-    shares = ", ".join(f"{share:.2f} (K = {k})" for k, share in intervals().items())
-    said = given["interval_case2"]["moc_async"] / given["interval_case2"]["base_async"]
-    rows = (
-        ("what MoC-Async saves of Base-Async's iteration", f"{least:.1%} to {most:.1%}", f"{low:.1%} to {high:.1%}"),
-        ("I_ckpt of MoC-Async by Base-Async's, Case2", shares, f"{said:.2f}"),
+        _draw,
+        values={"least": checkpoint()[0], "most": checkpoint()[1], "experts": EXPERTS, "sharding": sharding},
     )  # fmt: skip
-    return table("Published", "what | what the ranges and bytes allow | published", rows)
 
 
 def _draw(axes: list[Any]) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -14,10 +9,10 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy.interval import in_iterations, young
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.ettr import TrainingRun, moc_overhead_s, moc_save_overhead_s
 
-from .figure import Figure, published
+from .figure import Figure, Rows, bars, lines, published
 from .moc_iteration import MocIteration, MocIterationCost, cost_of, machines
 
 GPUS = (32, 64, 128, 256, 512, 1024)
@@ -93,59 +88,56 @@ def overheads() -> dict[str, tuple[int, float, float]]:
 
 def figure() -> Figure:
     """Fig. 13 beside what the text says of it (MoC 6.2.4), and the comparison of 6.2.5."""
-    lowest, highest = rates_that_agree()
+    (lowest, highest), given, groups = rates_that_agree(), published("moc")["fig13"], panels()
+    a, said, assumed = groups["a: A800, DP + EP"], statements(), machines()["a800"].node_bytes_per_s
     return Figure(
-        "MoC-System Fig. 13: an iteration with a checkpoint",
+        "moc_fig13",
         {
             "figure": "MoC-System Fig. 13",
             "panels": {
-                name: {label: _as_data(one) for label, one in group.items()} for name, group in panels().items()
+                name: {
+                    label: vars(one) | {field: getattr(one, field) for field in _WHOLE.values()}
+                    for label, one in group.items()
+                }
+                for name, group in groups.items()
             },
             "node_bytes_per_s_that_agree": [lowest, highest],
-            "statements": [{"statement": text, "holds": holds} for text, holds in statements().items()],
+            "statements": [{"statement": text, "holds": holds} for text, holds in said.items()],
             "overheads": {
                 name: {"interval": every, "save_s": save_s, "overhead_share": share}
                 for name, (every, save_s, share) in overheads().items()
             },
-            "published": published("moc")["fig13"],
+            "published": given,
         },
-        (*(_panel(name, group) for name, group in panels().items()), _persisted(), _overheads(), _statements()),
+        (
+            *map(_panel, groups.values()),
+            ((label, one.base_persist_bytes, one.moc_persist_bytes, one.moc_persist_bytes / one.base_persist_bytes)
+                 for label, one in a.items()),
+            ((name, *found) for name, found in overheads().items()),
+            ((text, "holds" if holds else "does not hold") for text, holds in said.items()),
+        ),
         _draw,
         (
-            Fact("Experts that MoC-Async saves", published("moc")["fig13"]["moc_expert_share"], "share"),
-            Fact("Network of an A800 node, assumed", f"{machines()['a800'].node_bytes_per_s / 1e9:g} GB/s"),
+            Fact("Experts that MoC-Async saves", given["moc_expert_share"], "share"),
+            Fact("Network of an A800 node, assumed", f"{assumed / 1e9:g} GB/s"),
             Fact("With which the text of (a) holds", f"{lowest / 1e9:.1f} to {highest / 1e9:.1f} GB/s"),
         ),
-        (
-            "Published are the shape of the model, 312 TFLOPS at 20 % and 1 GB/s of snapshots (A800), 989 TFLOPS at"
-            " 20 % and 2 GB/s (H100), and what the text says of the bars; their values are not. Assumed, one set for"
-            " all panels: top-2, 2048 tokens per data-parallel rank, a vocabulary of 32,000, NICs of 400 Gb/s per A800"
-            " node and 3,200 Gb/s per H100 node, of which collectives reach 80 %, and the ring of ASTRA-SIM for"
-            " All-to-All, which makes the passes longer the more nodes there are. The network was chosen within the"
-            " range in which the text of (a) holds; (b) to (f) follow.",
-            "Baseline waits for the snapshot only: the rate of storage is not published, so that the paper's own bars"
-            " are longer.",
-        ),
-        (2, 3),
-        (13, 7),
-    )
+    )  # fmt: skip
 
 
 def statements() -> dict[str, bool]:
     """What the text says of the figure, and whether it comes out."""
-    by_panel = {name[0]: group for name, group in panels().items()}
-    a, lengths, sizes = by_panel["a"], list(by_panel["d"].values()), list(by_panel["e"].values())
-    passes_s, snapshots_s = ([getattr(bar, field) for bar in a.values()] for field in _PASSES_AND_SNAPSHOTS)
-    hidden = {
-        panel: [bar.base_snapshot_s <= bar.forward_backward_s for bar in by_panel[panel].values()] for panel in "abc"
-    }
-    only_1024 = [gpus >= 1024 for gpus in GPUS]
+    by_panel = {name[0]: list(group.values()) for name, group in panels().items()}
+    a, lengths, sizes = by_panel["a"], by_panel["d"], by_panel["e"]
+    passes_s, snapshots_s = ([getattr(bar, field) for bar in a] for field in _PASSES_AND_SNAPSHOTS)
+    hidden = {panel: [bar.base_snapshot_s <= bar.forward_backward_s for bar in by_panel[panel]] for panel in "abc"}
+    only_1024, above_64 = ([gpus > most for gpus in GPUS] for most in (512, 64))
     passes, snapshots = (getattr(sizes[-1], field) / getattr(sizes[0], field) for field in _PASSES_AND_SNAPSHOTS)
     return {
         "(a) passes take longer with more GPUs": _rises(passes_s),
         "(a) Base-Async is hidden from 1024 GPUs on": hidden["a"] == only_1024,
-        "(a) passes bound MoC-Async above 64 GPUs": [bar.forward_backward_s > bar.moc_snapshot_s for bar in a.values()]
-        == [gpus > 64 for gpus in GPUS],
+        "(a) passes bound MoC-Async above 64 GPUs": [bar.forward_backward_s > bar.moc_snapshot_s for bar in a]
+        == above_64,
         "(a) snapshots stay similar": max(snapshots_s) < 1.05 * min(snapshots_s),
         "(b) Base-Async is hidden from 1024 GPUs on": hidden["b"] == only_1024,
         "(c) Base-Async is not hidden even with 1024 GPUs": not any(hidden["c"]),
@@ -155,14 +147,10 @@ def statements() -> dict[str, bool]:
             bar.base_async_s - bar.moc_async_s for bar in sizes
         ),
         "(e) snapshots grow more than passes": snapshots > passes,
-        "(f) persisted bytes grow with GPUs, and MoC's are a fraction": _rises(
-            bar.base_persist_bytes for bar in a.values()
-        )
-        and all(bar.moc_persist_bytes < bar.base_persist_bytes / 4 for bar in a.values()),
+        "(f) persisted bytes grow with GPUs, and MoC's are a fraction": _rises(bar.base_persist_bytes for bar in a)
+        and all(bar.moc_persist_bytes < bar.base_persist_bytes / 4 for bar in a),
         "MoC-Async is never slower than Base-Async, nor that than Baseline": all(
-            bar.moc_async_s <= bar.base_async_s < bar.baseline_s
-            for group in panels().values()
-            for bar in group.values()
+            bar.moc_async_s <= bar.base_async_s < bar.baseline_s for group in by_panel.values() for bar in group
         ),
     }
 
@@ -174,52 +162,19 @@ def _rises(values: Iterable[float]) -> bool:
 _WHOLE = {"Baseline": "baseline_s", "Base-Async": "base_async_s", "MoC-Async": "moc_async_s"}
 
 
-def _as_data(bar: MocIterationCost) -> dict[str, float]:
-    return vars(bar) | {field: getattr(bar, field) for field in _WHOLE.values()}
-
-
-def _panel(name: str, group: Mapping[str, MocIterationCost]) -> Table:
-    first = name[3:] if name[0] in "de" else "GPUs"
+def _panel(group: Mapping[str, MocIterationCost]) -> Rows:
     fields = (*_PASSES_AND_SNAPSHOTS, "moc_snapshot_s", *_WHOLE.values())
-    rows = ((label, *(getattr(bar, field) for field in fields)) for label, bar in group.items())
-    columns = ("passes", "snapshot, base", "snapshot, MoC", *_WHOLE)
-    return table(f"({name[0]}){name[2:]}", " | ".join((first, *(f"{column}:seconds" for column in columns))), rows)
-
-
-def _persisted() -> Table:
-    rows = (
-        (label, one.base_persist_bytes, one.moc_persist_bytes, one.moc_persist_bytes / one.base_persist_bytes)
-        for label, one in panels()["a: A800, DP + EP"].items()
-    )
-    return table("(f) persisted files", "GPUs | all experts:bytes | MoC:bytes | share:share", rows)
-
-
-def _overheads() -> Table:
-    rows = ((name, *figures) for name, figures in overheads().items())
-    title = "Overhead by eq. 12 and 13, 256 A800 GPUs, a fault per hour, 5 minutes to restart"
-    return table(title, "strategy | interval:count | saving:seconds | lost:share", rows)
-
-
-def _statements() -> Table:
-    rows = ((text, "holds" if holds else "does not hold") for text, holds in statements().items())
-    return table("What the text says", "statement | here", rows)
+    return [(label, *(getattr(bar, field) for field in fields)) for label, bar in group.items()]
 
 
 def _draw(axes: list[Any]) -> None:
     for axis, (name, group) in zip(axes, panels().items(), strict=False):
-        places = range(len(group))
-        for offset, (label, attribute) in enumerate(_WHOLE.items()):
-            heights = [getattr(one, attribute) for one in group.values()]
-            axis.bar([place + (offset - 1) * 0.27 for place in places], heights, 0.27, label=label)
-        axis.plot(list(places), [one.forward_backward_s for one in group.values()], "k_", markersize=24)
-        axis.set_xticks(list(places), list(group))
-        axis.set_title(f"({name[0]}){name[2:]}")
-        axis.set_ylabel("s (line: passes)")
-    axes[0].legend()
+        series = {label: [getattr(one, field) for one in group.values()] for label, field in _WHOLE.items()}
+        bars(axis, list(group), series, title=f"({name[0]}){name[2:]}", ylabel="s (line: passes)")
+        axis.plot(range(len(group)), [one.forward_backward_s for one in group.values()], "k_", markersize=24)
     group = panels()["a: A800, DP + EP"]
-    for label, attribute in (("all experts", "base_persist_bytes"), ("MoC", "moc_persist_bytes")):
-        axes[5].plot(list(group), [getattr(one, attribute) / 1e12 for one in group.values()], marker="o", label=label)
-    axes[5].set_title("(f) persisted files")
-    axes[5].set_ylabel("TB")
-    axes[5].set_yscale("log")
-    axes[5].legend()
+    series = {
+        "all experts": [one.base_persist_bytes / 1e12 for one in group.values()],
+        "MoC": [one.moc_persist_bytes / 1e12 for one in group.values()],
+    }
+    lines(axes[5], list(group), series, title="(f) persisted files", ylabel="TB", yscale="log")

@@ -6,17 +6,10 @@ makes.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from collections.abc import Sequence
 from functools import cache
 from statistics import fmean
 from typing import Any
-
-from moe_ckpt.report import Table, table
 
 from .figure import Figure, measured
 
@@ -63,38 +56,22 @@ def present() -> Sequence[str]:
 
 def figure() -> Figure:
     """Curves and table."""
-    low, high = deviation()
+    (low, high), found = deviation(), {name: means(name) for name in present()}
+    curves = {name: curve(name) for name in found}
+
+    def draw(axes: list[Any]) -> None:
+        for name, points in curves.items():
+            axes[0].plot(*zip(*points, strict=True), label=SERIES[name])
+        axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
+        axes[0].legend()
+
     return Figure(
-        "MoC Fig. 14 (a) and Table 3: accuracy by what partial checkpoints leave out, real runs",
-        {
-            "runs": {name: means(name) for name in present()},
-            "curves": {name: curve(name) for name in present()},
-            "deviation": [low, high],
-        },
-        (_table(),),
-        _draw,
-        (),
+        "moc_fig14",
+        {"runs": found, "curves": curves, "deviation": [low, high]},
         (
-            "The paper's averages over eight tasks are 0.62 to 1.08 points above the baseline (Table 3); here those of"
-            f" two tasks are {100 * low:+.2f} to {100 * high:+.2f} points above it.",
-            "snapshot: mean bytes of one rank, of the largest snapshot of the run.",
+            ((SERIES[name], one["snapshot"], one["plt"], f"{one['loss']:.4f}",
+                  *(f"{100 * one[task]:.2f}" for task in TASKS)) for name, one in found.items()),
         ),
-    )
-
-
-def _table() -> Table:
-    rows = []
-    for name in present():
-        found = means(name)
-        tasks = (f"{100 * found[task]:.2f}" for task in TASKS)
-        rows.append((SERIES[name], found["snapshot"], found["plt"], f"{found['loss']:.4f}", *tasks))
-    columns = "run | snapshot:share | lost tokens:share | validation loss | cloze, % | original, %"
-    return table("Means over seeds", columns, rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    for name in present():
-        points = curve(name)
-        axes[0].plot([at for at, _ in points], [loss for _, loss in points], label=SERIES[name])
-    axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
-    axes[0].legend()
+        draw,
+        values={"low": 100 * low, "high": 100 * high},
+    )  # fmt: skip

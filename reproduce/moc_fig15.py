@@ -1,15 +1,10 @@
 """MoC Fig. 15: lost tokens by K of memory and of storage with two-level recovery, and with Dynamic-K.
 
 (a) drives the strategy `pec` itself; where a node is lost, its experts come from storage and the others from memory.
-(b) is real training with SIGKILLs: docs/results/pec_accuracy.json of `python benchmarks/pec_accuracy.py`.
+(b) is real training with SIGKILLs: docs/results/pec_accuracy.json of `python benchmarks/pec_accuracy.py --write`.
 """
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +13,9 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.types import Copy, Inventory, Lost, SnapshotPlan, Tier, Topology
-from moe_ckpt.report import Table, table
 from moe_ckpt.simulator.driver import Driver, layer_job
 
-from .figure import Figure, measured
+from .figure import Figure, bars, lines, measured
 
 EXPERTS, TOPK, TOKENS, ITERATIONS, INTERVAL = 16, 1, 16_384, 1024, 32
 """Of a layer, tokens of an iteration, iterations of the training and between checkpoints; experts are alike."""
@@ -32,7 +26,7 @@ NODES = 2
 COMBINATIONS = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (4, 4))
 """(K of memory, K of storage)."""
 
-FILE, COMMAND = "pec_accuracy.json", "python benchmarks/pec_accuracy.py"
+FILE, COMMAND = "pec_accuracy.json", "python benchmarks/pec_accuracy.py --write"
 
 
 @dataclass(frozen=True)
@@ -97,56 +91,31 @@ def runs() -> tuple[DynamicRun, ...]:
 
 def figure() -> Figure:
     """Both panels as tables."""
+    by_nodes = {pair: [lost(*pair, nodes_lost=nodes) for nodes in (NODES, 1, 0)] for pair in COMBINATIONS}
+
+    def draw(axes: list[Any]) -> None:
+        shares = {"": [100 * found[1] for found in by_nodes.values()]}
+        label = "lost tokens, one node of two (%)"
+        bars(axes[0], list(map(str, COMBINATIONS)), shares, xlabel="K of memory, K of storage", ylabel=label)
+        series = {f"{one.name}, {one.seed}": [100 * share for share in one.plt] for one in runs()}
+        at = range(1, 1 + len(runs()[0].plt))
+        lines(axes[1], at, series, xlabel="faults", ylabel="lost tokens so far (%)")
+        axes[1].axhline(3.75, color="tab:red", linestyle=":")
+
     return Figure(
-        "MoC Fig. 15: lost tokens with two-level recovery and with Dynamic-K",
+        "moc_fig15",
         {
             "two_level": [
-                {"k_memory": memory, "k_storage": storage, "storage_only": lost(memory, storage, nodes_lost=NODES),
-                 "two_level": lost(memory, storage, nodes_lost=1)}
-                for memory, storage in COMBINATIONS
+                {"k_memory": memory, "k_storage": storage, "storage_only": found[0], "two_level": found[1]}
+                for (memory, storage), found in by_nodes.items()
             ],
             "runs": [vars(one) for one in runs()],
         },
-        (_levels(), _dynamic()),
-        _draw,
-        (),
         (
-            f"(a): {EXPERTS} experts, a checkpoint every {INTERVAL} iterations, a fault in the middle of {ITERATIONS}.",
-            "(b): the paper raises K from 1 to 4 and stays below 3.75 %, where K = 1 rises with each fault. Here K"
-            " grows before the fault that would break the threshold.",
+            ((*pair, *found) for pair, found in by_nodes.items()),
+            ((one.seed, one.name, " ".join(f"{100 * share:.2f}" for share in one.plt), one.first_snapshot,
+                  one.last_snapshot) for one in runs()),
         ),
-        (1, 2),
-        (10, 4),
+        draw,
+        values={"experts": EXPERTS, "interval": INTERVAL, "iterations": ITERATIONS},
     )  # fmt: skip
-
-
-def _levels() -> Table:
-    rows = (
-        (memory, storage, *(lost(memory, storage, nodes_lost=nodes) for nodes in (NODES, 1, 0)))
-        for memory, storage in COMBINATIONS
-    )
-    return table(
-        "(a) lost tokens of one fault",
-        "K of memory | K of storage | from storage only:share | one node of two lost:share | processes only:share",
-        rows,
-    )
-
-
-def _dynamic() -> Table:
-    rows = (
-        (one.seed, one.name, " ".join(f"{100 * share:.2f}" for share in one.plt), one.first_snapshot, one.last_snapshot)
-        for one in runs()
-    )
-    columns = "seed | run | lost after each fault, % | first snapshot:share | last snapshot:share"
-    return table("(b) real runs", columns, rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    labels = [f"({memory}, {storage})" for memory, storage in COMBINATIONS]
-    axes[0].bar(labels, [100 * lost(memory, storage, nodes_lost=1) for memory, storage in COMBINATIONS])
-    axes[0].set(xlabel="K of memory, K of storage", ylabel="lost tokens, one node of two (%)")
-    for one in runs():
-        axes[1].plot(range(1, len(one.plt) + 1), [100 * share for share in one.plt], label=f"{one.name}, {one.seed}")
-    axes[1].axhline(3.75, color="tab:red", linestyle=":")
-    axes[1].set(xlabel="faults", ylabel="lost tokens so far (%)")
-    axes[1].legend()

@@ -1,25 +1,20 @@
 """MoC Fig. 5: lost tokens (PLT) by K and interval, and validation loss against PLT.
 
 (a) drives the strategy `pec` itself, with one fault halfway, as the paper has it. (b) is real training with SIGKILLs:
-docs/results/pec_accuracy.json of `python benchmarks/pec_accuracy.py`, and where they are there the runs of
+docs/results/pec_accuracy.json of `python benchmarks/pec_accuracy.py --write`, and where they are there the runs of
 `python examples/accuracy/campaign.py`.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moe_ckpt.report import Table, table
 from moe_ckpt.simulator.driver import Driver, layer_job
 
-from .figure import RESULTS, Figure, measured
+from .figure import Figure, lines, measured
+from .figures import RESULTS
 
 EXPERTS, TOPK, TOKENS, ITERATIONS = 16, 1, 16_384, 1024
 """Of a layer, tokens of an iteration, and iterations of the training; all experts are alike."""
@@ -28,7 +23,11 @@ KS, INTERVALS = (1, 2, 4, 8, 16), (1, 4, 16, 32, 64)
 THRESHOLD = 0.0375
 """Below which MoC 3.1.2 finds the loss unchanged; and what K = 2 every 32 iterations gives there."""
 
-PAIRED, PAIRED_COMMAND, CAMPAIGN = "pec_accuracy.json", "python benchmarks/pec_accuracy.py", "accuracy-campaign.json"
+PAIRED, PAIRED_COMMAND, CAMPAIGN = (
+    "pec_accuracy.json",
+    "python benchmarks/pec_accuracy.py --write",
+    "accuracy-campaign.json",
+)
 
 
 @dataclass(frozen=True)
@@ -83,44 +82,33 @@ def _points(runs: list[dict[str, Any]]) -> list[LossPoint]:
 def figure() -> Figure:
     """Both panels as tables."""
     below = [abs(one.change) for one in losses() if one.plt <= THRESHOLD]
+    shares = {k: [plt(k, interval) for interval in INTERVALS] for k in KS}
+
+    def draw(axes: list[Any]) -> None:
+        series = {f"K = {k}": [100 * share for share in shares[k]] for k in KS[:-1]}
+        log = {"xscale": "log", "yscale": "log"}
+        lines(axes[0], INTERVALS, series, xlabel="iterations between checkpoints", ylabel="lost tokens (%)", **log)
+        axes[0].axhline(100 * THRESHOLD, color="tab:red", linestyle=":")
+        axes[1].scatter([100 * one.plt for one in losses()], [100 * one.change for one in losses()])
+        axes[1].axvline(100 * THRESHOLD, color="tab:red", linestyle=":")
+        axes[1].set(xlabel="lost tokens (%)", ylabel="validation loss off fault-free (%)")
+
     return Figure(
-        "MoC Fig. 5: lost tokens by K and interval, and validation loss against lost tokens",
+        "moc_fig5",
         {
-            "plt": {str(k): {str(interval): plt(k, interval) for interval in INTERVALS} for k in KS},
+            "plt": {str(k): dict(zip(map(str, INTERVALS), found, strict=True)) for k, found in shares.items()},
             "losses": [vars(one) for one in losses()],
             "largest_change_below_threshold": max(below, default=None),
         },
-        (_lost(), _losses()),
-        _draw,
-        (),
         (
-            f"(a): {EXPERTS} experts, one fault in the middle of {ITERATIONS} iterations, experts alike. The paper"
-            " centres on 3.75 % with K = 2 every 32 iterations, in a training whose length it does not give; here it"
-            f" is {plt(2, 32):.2%}. Lost tokens are proportional to the interval and to what a rotation leaves out.",
-            "(b): the paper's losses stay between 4.8808 and 4.8856 below 3.75 %, 0.1 % around 4.8851 without a fault."
-            f" Here the largest change below it is {max(below, default=0.0):.2%}, of a far smaller model.",
+            ((k, *found) for k, found in shares.items()),
+            ((one.seed, one.name, one.faults, one.plt, f"{one.change:+.2%}") for one in losses()),
         ),
-        (1, 2),
-        (10, 4),
+        draw,
+        values={
+            "experts": EXPERTS,
+            "iterations": ITERATIONS,
+            "two_in_32": plt(2, 32),
+            "largest": max(below, default=0.0),
+        },
     )
-
-
-def _lost() -> Table:
-    columns = "K | " + " | ".join(f"every {interval}:share" for interval in INTERVALS)
-    return table("(a) lost tokens", columns, ((k, *(plt(k, interval) for interval in INTERVALS)) for k in KS))
-
-
-def _losses() -> Table:
-    rows = ((one.seed, one.name, one.faults, one.plt, f"{one.change:+.2%}") for one in losses())
-    return table("(b) validation loss, real runs", "seed | run | faults:count | lost:share | loss off fault-free", rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    for k in KS[:-1]:
-        axes[0].plot(INTERVALS, [100 * plt(k, interval) for interval in INTERVALS], marker="o", label=f"K = {k}")
-    axes[0].axhline(100 * THRESHOLD, color="tab:red", linestyle=":")
-    axes[0].set(xlabel="iterations between checkpoints", ylabel="lost tokens (%)", xscale="log", yscale="log")
-    axes[0].legend()
-    axes[1].scatter([100 * one.plt for one in losses()], [100 * one.change for one in losses()])
-    axes[1].axvline(100 * THRESHOLD, color="tab:red", linestyle=":")
-    axes[1].set(xlabel="lost tokens (%)", ylabel="validation loss off fault-free (%)")

@@ -1,35 +1,20 @@
 """MOETION Fig. 10: what each technique takes off a checkpoint, added one after the other.
 
-From real jobs: benchmarks/results/selective_ablation.json, which `python benchmarks/selective_ablation.py --write`
-measures. The paper tells seconds of a checkpoint on 64 GPUs; what four ranks on CPUs can tell as well is which bytes a
+The paper tells seconds of a checkpoint on 64 GPUs; what four ranks on CPUs can tell as well is which bytes a
 checkpoint copies and sends, and what it adds to an iteration. Techniques are in the order of that benchmark.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-from moe_ckpt.report import Table, table
+from .figure import BENCHMARKS, Figure, bars, measured, published
 
-from .figure import BENCHMARKS, Figure, measured, published
-
-FILE, COMMAND = "selective_ablation.json", "python benchmarks/selective_ablation.py --write"
-NONE, FULL, SELECTION, REDUNDANCY, GRADIENTS, BUBBLES = (
-    "none",
-    "full",
-    "selection",
-    "redundancy",
-    "gradients",
-    "bubbles",
-)
+FILE, COMMAND = "selective_ablation.json", "python benchmarks/figure_jobs.py selective_ablation --write"
+FULL, SELECTION, REDUNDANCY, GRADIENTS, BUBBLES = "full", "selection", "redundancy", "gradients", "bubbles"
 STEPS = (FULL, SELECTION, REDUNDANCY, GRADIENTS, BUBBLES)
 JOBS = {FULL: FULL, SELECTION: SELECTION, REDUNDANCY: SELECTION, GRADIENTS: "+ gradients", BUBBLES: "+ bubbles"}
 """Which job shows a technique. That what peers hold is not sent cannot be switched off: without redundancy is what the
@@ -94,51 +79,23 @@ def compared() -> list[tuple[str, float, float | None]]:
 
 def figure() -> Figure:
     """The breakdown, and what the text says of it."""
-    given = published("moetion")["fig10"]
+    given, found = published("moetion")["fig10"], techniques()
+    named = {name if name in (FULL, SELECTION) else f"+ {name}": one for name, one in found.items()}
+    series = {what: [getattr(one, f"{what}_bytes") / 1e6 for one in found.values()] for what in ("copied", "sent")}
     return Figure(
-        "MOETION Fig. 10: what each technique saves, real jobs",
+        "moetion_fig10",
         {
-            "techniques": {name: vars(one) for name, one in techniques().items()},
+            "techniques": {name: vars(one) for name, one in found.items()},
             "left": [{"what": what, "ours": ours, "published": there} for what, ours, there in compared()],
             "copies_begun_in_bubbles_bytes": in_bubbles(),
             "published": given,
         },
-        (_techniques(), _compared()),
-        _draw,
-        (),
         (
-            f"Measured by `{COMMAND}`; [its page](selective-ablation.md) tells the jobs and the spread between rounds."
-            " Ours are bytes that one rank sends to its peer for a snapshot, the paper's are seconds of a checkpoint:"
-            " their shares agree as far as sending is what a checkpoint waits for.",
-            f"Bubbles take no bytes away. The paper's checkpoint of MoE-GPT-3.8B-8E takes {given['bubble_aware_s']:g}"
-            f" instead of {given['selective_s']:g} s with them; here the copies of {in_bubbles() / 1e6:.1f} MB per"
-            " rank and iteration began in one. Four ranks share two cores, on which a wait of one stage is time of"
-            " another, so that iterations do not show what bubbles hide on GPUs.",
+            ((name, round(one.copied_bytes), round(one.sent_bytes), one.sent_bytes / found[FULL].sent_bytes,
+                  "-" if one.name == REDUNDANCY else ", ".join(f"{ratio:.3f}" for ratio in one.by_full))
+                 for name, one in named.items()),
+            compared(),
         ),
-        (1, 2),
-        (11, 4),
-    )
-
-
-def _techniques() -> Table:
-    full = techniques()[FULL].sent_bytes
-    rows = (
-        (name if name in (FULL, SELECTION) else f"+ {name}", round(one.copied_bytes), round(one.sent_bytes),
-         one.sent_bytes / full, "-" if name == REDUNDANCY else f"{median(one.by_full):.3f}")
-        for name, one in techniques().items()
+        lambda axes: bars(axes[0], list(named), series, ylabel="MB of a snapshot of one rank"),
+        values={"command": COMMAND, "given": given, "in_bubbles_mb": in_bubbles() / 1000000.0},
     )  # fmt: skip
-    columns = "technique | copied:bytes | sent:bytes | sent, of full:share | iteration, of that with full"
-    return table("Per snapshot of one rank", columns, rows)
-
-
-def _compared() -> Table:
-    title = "What is left by each technique: ours of bytes sent, published of seconds"
-    return table(title, "technique | ours:share | published:share", compared())
-
-
-def _draw(axes: list[Any]) -> None:
-    names = [name if name in (FULL, SELECTION) else f"+ {name}" for name in techniques()]
-    for axis, what in zip(axes, ("copied_bytes", "sent_bytes"), strict=True):
-        axis.bar(names, [getattr(one, what) / 1e6 for one in techniques().values()])
-        axis.set(title=what.removesuffix("_bytes"), ylabel="MB of a snapshot of one rank")
-        axis.tick_params(axis="x", rotation=20)

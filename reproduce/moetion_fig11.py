@@ -1,25 +1,14 @@
-"""MOETION Fig. 11: share of the tokens at risk in each iteration, experts by risk against experts in turn.
-
-From a real run: docs/results/tokens_at_risk.json, which `python benchmarks/tokens_at_risk.py` measures.
-"""
+"""MOETION Fig. 11: share of the tokens at risk in each iteration, experts by risk against experts in turn."""
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
 
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
-from typing import Any
 
-from moe_ckpt.report import table
+from .figure import Figure, lines, measured, published
 
-from .figure import Figure, measured, published
-
-FILE, COMMAND = "tokens_at_risk.json", "python benchmarks/tokens_at_risk.py"
+FILE, COMMAND = "tokens_at_risk.json", "python benchmarks/figure_jobs.py tokens_at_risk --write"
 
 
 @dataclass(frozen=True)
@@ -48,35 +37,20 @@ def lower() -> tuple[float, float]:
 def figure() -> Figure:
     """The curves, and what the text says of them."""
     given, (mean, best) = published("moetion")["fig11"], lower()
-    ratio = 1 / (1 - mean)
-    rows = (
-        ("tokens at risk in turn, of those by risk", f"{ratio:.2f}", f"{given['in_turn_over_by_risk']:g}"),
-        ("fewer by risk, at most", f"{best:.0%}", f"{given['fewer_up_to']:.0%}"),
-        ("iterations in which fewer are at risk", f"{_share_lower():.0%}", "all"),
-    )
+    share = fmean(one.by_risk < one.in_turn for one in points())
+    series = {"in turn": [one.in_turn for one in points()], "by risk": [one.by_risk for one in points()]}
+    at, label = [one.iteration for one in points()], "tokens at risk, iterations' worth"
     return Figure(
-        "MOETION Fig. 11: tokens at risk over iterations of a real run",
+        "moetion_fig11",
         {"points": [vars(one) for one in points()], "fewer_by_risk": mean, "fewer_at_most": best, "published": given},
-        (table("Compared", "what | ours | published", rows),),
-        _draw,
-        (),
         (
-            f"Measured by `{COMMAND}` with the driver's own jobs under `pec` and `selective`: a small model with real"
-            " routers, at equal bytes. The paper's share is of the tokens of the iterations since the last copy; here"
-            " the unit is the tokens of one iteration.",
+            (
+                    ("tokens at risk in turn, of those by risk", f"{1 / (1 - mean):.2f}",
+                     f"{given['in_turn_over_by_risk']:g}"),
+                    ("fewer by risk, at most", f"{best:.0%}", f"{given['fewer_up_to']:.0%}"),
+                    ("iterations in which fewer are at risk", f"{share:.0%}", "all"),
+                ),
         ),
-        (1, 1),
-        (9, 3.8),
-    )
-
-
-def _share_lower() -> float:
-    return fmean(one.by_risk < one.in_turn for one in points())
-
-
-def _draw(axes: list[Any]) -> None:
-    at = [one.iteration for one in points()]
-    axes[0].plot(at, [one.in_turn for one in points()], label="in turn")
-    axes[0].plot(at, [one.by_risk for one in points()], label="by risk")
-    axes[0].set(xlabel="iteration", ylabel="tokens at risk, iterations' worth", ylim=(0, None))
-    axes[0].legend()
+        lambda axes: lines(axes[0], at, series, xlabel="iteration", ylabel=label, ylim=(0, None)),
+        values={"command": COMMAND},
+    )  # fmt: skip

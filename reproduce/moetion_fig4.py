@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-
-from moe_ckpt.report import Table, table
 
 from . import moetion_fig9
-from .figure import Figure, published
+from .figure import Figure, bars, published
 
 
 @dataclass(frozen=True)
@@ -80,8 +72,13 @@ def figure() -> Figure:
         ("everything", largest.full_bytes, given["full_bytes"]),
         ("the experts with 80 % of the tokens", largest.selected_bytes[1], given["selected_bytes"]),
     ]
+    names = [one.name.removeprefix("MoE-GPT-") for one in models()]
+    series = {
+        "CheckFreq, Gemini": [one.full_bytes / 1e9 for one in models()],
+        "MOETION": [one.selected_bytes[1] / 1e9 for one in models()],
+    }
     return Figure(
-        "MOETION Fig. 4: bytes of a checkpoint",
+        "moetion_fig4",
         {
             "models": [
                 {"name": one.name, "full_bytes": one.full_bytes, "selected_bytes": one.selected_bytes}
@@ -90,40 +87,9 @@ def figure() -> Figure:
             "compared": [{"what": what, "ours": ours, "published": there} for what, ours, there in compared],
         },
         (
-            _sizes(),
-            table(
-                f"Published of {largest.name}",
-                "what | ours:bytes | published:bytes | difference:share",
-                ((what, ours, there, ours / there - 1) for what, ours, there in compared),
-            ),
+            ((one.name, one.full_bytes, *one.selected_bytes, f"{one.full_bytes / one.selected_bytes[1]:.1f}")
+                 for one in models()),
+            ((what, ours, there, ours / there - 1) for what, ours, there in compared),
         ),
-        _draw,
-        (),
-        (
-            "Sizes follow from the published parameters of each model with and without experts, at 10 bytes each.",
-            "Where the text does not say how many experts are saved, the range of 4.1 stands: 25 to 40 % of them.",
-            "Dense and sparse sizes of MoE-GPT-3.8B-8E do not fit together: its experts alone would have 49 G of its"
-            " 46.7 G parameters. Its layers are taken as those of Fig. 9.",
-        ),
-    )
-
-
-def _sizes() -> Table:
-    return table(
-        "Sizes",
-        "model | everything:bytes | selected, least:bytes | selected, most:bytes | times smaller",
-        (
-            (one.name, one.full_bytes, *one.selected_bytes, f"{one.full_bytes / one.selected_bytes[1]:.1f}")
-            for one in models()
-        ),
-    )
-
-
-def _draw(axes: list[Any]) -> None:
-    names = [one.name.removeprefix("MoE-GPT-") for one in models()]
-    places = range(len(names))
-    axes[0].bar([at - 0.2 for at in places], [one.full_bytes / 1e9 for one in models()], 0.4, label="CheckFreq, Gemini")
-    axes[0].bar([at + 0.2 for at in places], [one.selected_bytes[1] / 1e9 for one in models()], 0.4, label="MOETION")
-    axes[0].set_xticks(list(places), names)
-    axes[0].set_ylabel("GB")
-    axes[0].legend()
+        lambda axes: bars(axes[0], names, series, ylabel="GB"),
+    )  # fmt: skip

@@ -6,19 +6,11 @@ half of the iterations between two. Retrieval is the same for all systems and no
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from moe_ckpt.report import Table, table
-
-from .figure import Figure, published
+from .figure import Figure, bars, published
 from .moetion_fig9 import point
 
 EXPERTS = 8
@@ -93,38 +85,21 @@ def compared() -> list[tuple[str, float, float]]:
 
 def figure() -> Figure:
     """All three figures as one table."""
+    found, rows = systems(), compared()
+    wasted = {"": [one.wasted_s for one in found.values()]}
     return Figure(
-        "MOETION Fig. 5 to 7: stalls, frequency and wasted time, MoE-GPT-3.8B-8E",
+        "moetion_fig7",
         {
             "iteration_s": iteration_s(),
             "systems": {
                 name: {"checkpoint_s": one.checkpoint_s, "stall_s": one.stall_s, "wasted_s": one.wasted_s}
-                for name, one in systems().items()
+                for name, one in found.items()
             },
-            "compared": [{"what": what, "ours": ours, "published": there} for what, ours, there in compared()],
+            "compared": [{"what": what, "ours": ours, "published": there} for what, ours, there in rows],
         },
-        (_systems(), _compared()),
-        _draw,
-        (),
         (
-            "The published stalls do not name a model; frequencies are those of all three models together.",
-            "That Gemini wastes less without stalls than with a checkpoint in each iteration does not follow from the"
-            " paper's own sum: the same checkpoint, and more iterations between two.",
+            ((name, one.interval, one.checkpoint_s, one.stall_s, one.wasted_s) for name, one in found.items()),
+            ((what, f"{ours:.3g}", f"{there:.3g}", ours / there - 1) for what, ours, there in rows),
         ),
+        lambda axes: bars(axes[0], list(found), wasted, ylabel="wasted by a fault, without retrieval (s)"),
     )
-
-
-def _systems() -> Table:
-    rows = ((name, one.interval, one.checkpoint_s, one.stall_s, one.wasted_s) for name, one in systems().items())
-    return table("Systems", "system | interval:count | checkpoint:seconds | stall:seconds | wasted:seconds", rows)
-
-
-def _compared() -> Table:
-    rows = ((what, f"{ours:.3g}", f"{there:.3g}", ours / there - 1) for what, ours, there in compared())
-    return table("Published", "what | ours | published | difference:share", rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    names = list(systems())
-    axes[0].barh(names, [systems()[name].wasted_s for name in names])
-    axes[0].set_xlabel("wasted by a fault, without retrieval (s)")

@@ -6,17 +6,11 @@ makes.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from moe_ckpt.report import Table, table
 
 from .figure import Figure, measured, published
 from .moc_fig14 import COMMAND, FILE, curve, runs
@@ -69,59 +63,39 @@ def after_faults() -> tuple[AfterFault, ...]:
 
 def figure() -> Figure:
     """The curves, and what the text says of them."""
-    given, last = published("moetion")["fig8"], above()[-1]
-    highest = max(one.highest for one in after_faults())
+    given, (last, left), after = published("moetion")["fig8"], above()[-1], after_faults()
+    highest = max(one.highest for one in after)
+    curves = {name: curve(name) for name in (FAULT_FREE, SELECTIVE)}
+    first, second = given["faults"][:2]
+    share = given["recovered_after_iterations"] / (second - first)
+
+    def draw(axes: list[Any]) -> None:
+        for name, points in curves.items():
+            axes[0].plot(*zip(*points, strict=True), label=name)
+        axes[1].plot(*zip(*above(), strict=True), color="tab:orange")
+        axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
+        axes[1].set(xlabel="iteration", ylabel="above the run without faults")
+        for axis in axes:
+            for fault in faults():
+                axis.axvline(fault, color="tab:red", linestyle=":", linewidth=0.8)
+        axes[0].legend()
+
     return Figure(
-        "MOETION Fig. 8: validation loss with faults under selective checkpoints, real runs",
+        "moetion_fig8",
         {
-            "curves": {name: curve(name) for name in (FAULT_FREE, SELECTIVE)},
-            "faults": [{"iteration": one.iteration, "above": one.above} for one in after_faults()],
+            "curves": curves,
+            "faults": [{"iteration": one.iteration, "above": one.above} for one in after],
             "highest": highest,
             "published": given,
         },
-        (_faults(), _compared(highest, last)),
-        _draw,
-        (),
         (
-            "Means over seeds of a small model; losses are nats per byte. The paper's faults are 2,000 iterations"
-            f" apart, and {_share():.0%} of them make up for one; evaluations here are too far apart for its first"
-            " spike.",
+            ((one.iteration, ", ".join(f"{loss:+.4f} ({later} later)" for later, loss in one.above)) for one in after),
+            (
+                    ("loss above the run without faults, at most", f"{highest:+.4f}", f"{given['above_at_most']:g}"),
+                    (f"at the end, {last - faults()[-1]} iterations after the last fault", f"{left:+.4f}",
+                     "comparable"),
+                ),
         ),
-        (1, 2),
-        (11, 4),
-    )
-
-
-def _share() -> float:
-    given = published("moetion")["fig8"]
-    first, second = given["faults"][:2]
-    return float(given["recovered_after_iterations"] / (second - first))
-
-
-def _faults() -> Table:
-    rows = (
-        (one.iteration, ", ".join(f"{loss:+.4f} ({later} later)" for later, loss in one.above))
-        for one in after_faults()
-    )
-    return table("After each fault", "fault in iteration:count | loss above the run without faults", rows)
-
-
-def _compared(highest: float, last: tuple[int, float]) -> Table:
-    given = published("moetion")["fig8"]
-    rows = (
-        ("loss above the run without faults, at most", f"{highest:+.4f}", f"{given['above_at_most']:g}"),
-        (f"at the end, {last[0] - faults()[-1]} iterations after the last fault", f"{last[1]:+.4f}", "comparable"),
-    )
-    return table("Published", "what | ours | published", rows)
-
-
-def _draw(axes: list[Any]) -> None:
-    for name, label in ((FAULT_FREE, "without faults"), (SELECTIVE, "selective, with faults")):
-        axes[0].plot(*zip(*curve(name), strict=True), label=label)
-    axes[1].plot(*zip(*above(), strict=True), color="tab:orange")
-    axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
-    axes[1].set(xlabel="iteration", ylabel="above the run without faults")
-    for axis in axes:
-        for fault in faults():
-            axis.axvline(fault, color="tab:red", linestyle=":", linewidth=0.8)
-    axes[0].legend()
+        draw,
+        values={"share": share},
+    )  # fmt: skip

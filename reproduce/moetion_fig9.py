@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,14 +14,14 @@ from megatron.core.dist_checkpointing.moe.types import (
     OperatorSize,
     Topology,
 )
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
 from moe_ckpt.simulator.inputs import Cluster, TrainingJob
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.shards import owned_operators, sharing_ranks
 
-from .figure import Figure, published
+from .figure import Figure, lines, published
 
 
 def shape(experts: int) -> ModelShape:
@@ -156,81 +151,51 @@ def points() -> tuple[CheckpointSize, ...]:
 
 def figure() -> Figure:
     """Fig. 9 beside what the text says of it (MOETION 7.4), and the time of Fig. 10 at 8 experts (7.5)."""
-    compared = _compared()
-    return Figure(
-        "MOETION Fig. 9: checkpoints of MoE-GPT-3.8B by number of experts",
-        {
-            "figure": "MOETION Fig. 9",
-            "rank_bytes_per_s": bytes_per_s(),
-            "points": [vars(one) for one in points()],
-            "compared": [
-                {"what": what, "ours": ours, "published": there, "difference": difference}
-                for what, ours, there, difference in compared
-            ],
-            "published": published("moetion")["fig9"],
-        },
-        (_points(), table("Published", "figure | ours | published | difference:share", compared)),
-        _draw,
-        (
-            Fact("Checkpoint traffic of a rank, from Gemini's 74.9 s", f"{bytes_per_s() / 1e9:.3f} GB/s"),
-            Fact("Iteration with 8 experts, from B_local = 109 GB", iteration_s(8), "seconds"),
-        ),
-        (
-            "One rate is fitted, Gemini's published time with 32 experts; sizes, MOETION's choice of experts and all"
-            " other times follow from it, the published budget, the cost model and the real selection.",
-            "MOETION's times are those of a budget that is used up; its asynchronous recomputation (gradients instead"
-            " of state where a peer can repeat the step) would let more experts go in the same time. The published 25"
-            " to 40 % of experts saved (4.1) cannot be sent in full at this rate.",
-            "The published stall of around 28 s per iteration with Gemini (7.2) does not follow from Fig. 9: at the"
-            f" rate of its 74.9 s the whole checkpoint of the largest model there, 587 GB, takes {_largest_s():.0f} s.",
-        ),
-        (1, 2),
-        (9, 3.8),
-    )
-
-
-def _compared() -> list[tuple[str, str, str, float]]:
-    last, eight = points()[-1], point(8)
-    given, parameters = published("moetion")["fig9"], published("moetion")["models"]["MoE-GPT-3.8B-8E"]["parameters"]
-    rows = (
-        ("parameters with 8 experts, G", shape(8).total_parameters / 1e9, parameters / 1e9),
+    paper, last, eight = published("moetion"), points()[-1], point(8)
+    given, rate = paper["fig9"], bytes_per_s()
+    pairs = (
+        ("parameters with 8 experts, G", shape(8).total_parameters / 1e9,
+         paper["models"]["MoE-GPT-3.8B-8E"]["parameters"] / 1e9),
         ("Gemini with 32 experts, GB", last.gemini_bytes / 1e9, given["gemini_bytes"]["32"] / 1e9),
         ("Gemini with 32 experts, s (fitted)", last.gemini_s, given["gemini_s"]["32"]),
         ("MOETION with 32 experts, s", last.moetion_s, given["moetion_s"]["32"]),
-        ("MOETION with 8 experts, s (Fig. 10)", eight.moetion_s, published("moetion")["fig10"]["full_s"]),
+        ("MOETION with 8 experts, s (Fig. 10)", eight.moetion_s, paper["fig10"]["full_s"]),
+    )  # fmt: skip
+    compared = [(what, f"{ours:.4g}", f"{there:.4g}", ours / there - 1) for what, ours, there in pairs]
+    columns = ("what", "ours", "published", "difference")
+    # The 587 GB of MoE-GPT-1.6B-64E, if all ranks have the same bytes.
+    largest_s = float(paper["fig4"]["full_bytes"]) / int(paper["cluster"]["gpus"]) / rate
+    return Figure(
+        "moetion_fig9",
+        {
+            "figure": "MOETION Fig. 9",
+            "rank_bytes_per_s": rate,
+            "points": [vars(one) for one in points()],
+            "compared": [dict(zip(columns, row, strict=True)) for row in compared],
+            "published": given,
+        },
+        (
+            (tuple(vars(one).values()) for one in points()),
+            compared,
+        ),
+        _draw,
+        (
+            Fact("Checkpoint traffic of a rank, from Gemini's 74.9 s", f"{rate / 1e9:.3f} GB/s"),
+            Fact("Iteration with 8 experts, from B_local = 109 GB", iteration_s(8), "seconds"),
+        ),
+        {"largest_s": largest_s},
     )
-    return [(what, f"{ours:.4g}", f"{there:.4g}", ours / there - 1) for what, ours, there in rows]
-
-
-def _largest_s() -> float:
-    """Seconds of Gemini for the 587 GB of MoE-GPT-1.6B-64E, if all ranks have the same bytes."""
-    return (
-        float(published("moetion")["fig4"]["full_bytes"]) / int(published("moetion")["cluster"]["gpus"]) / bytes_per_s()
-    )
-
-
-def _points() -> Table:
-    columns = (
-        "experts:count | iteration:seconds | Gemini:bytes | MOETION:bytes | experts sent:share | Gemini time:seconds"
-        " | MOETION time:seconds"
-    )
-    return table("Sizes and times", columns, (tuple(vars(one).values()) for one in points()))
 
 
 def _draw(axes: list[Any]) -> None:
-    labels = [str(one.experts) for one in points()]
-    for axis, unit, scale in ((axes[0], "bytes", 1e9), (axes[1], "s", 1.0)):
-        for name in ("gemini", "moetion"):
-            heights = [getattr(one, f"{name}_{unit}") / scale for one in points()]
-            axis.plot(labels, heights, marker="o", label={"gemini": "Gemini", "moetion": "MOETION"}[name])
+    names, labels = {"gemini": "Gemini", "moetion": "MOETION"}, [str(one.experts) for one in points()]
+    for axis, unit, scale, title in ((axes[0], "bytes", 1e9, "(a) size, GB"), (axes[1], "s", 1.0, "(b) time, s")):
+        series = {label: [getattr(one, f"{name}_{unit}") / scale for one in points()] for name, label in names.items()}
+        if unit == "s":
+            series["iteration"] = [one.iteration_s for one in points()]
+        lines(axis, labels, series, title=f"{title} (x: published)", xlabel="experts per layer")
+        for name in names:
             known = published("moetion")["fig9"][f"{name}_{unit}"].items()
             for label, value in known:
                 if value is not None:
                     axis.plot([label], [value / scale], "kx", markersize=9)
-        axis.set_xlabel("experts per layer")
-    axes[0].set_ylabel("GB (x: published)")
-    axes[1].set_ylabel("s (x: published)")
-    axes[1].plot(labels, [one.iteration_s for one in points()], "k--", label="iteration")
-    axes[0].set_title("(a) checkpoint size")
-    axes[1].set_title("(b) checkpoint time")
-    axes[1].legend()

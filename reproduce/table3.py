@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from _script import run
-
-    run(__file__)
-
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from moe_ckpt.report import Fact, Table, table
+from moe_ckpt.report import Fact
 from moe_ckpt.simulator.events import Estimate
 
 from .evaluation import AZURE, DURATION_S, SYSTEMS, SystemOutcome, behaviour_of, by_chance, evaluate
-from .figure import COLOURS, NAMES, EttrAgreement, Figure, decimals, minutes, published
+from .figure import COLOURS, NAMES, EttrAgreement, Figure, Rows, decimals, lines, minutes, published
 from .jobs import MODELS, MTBF_S, azure_job
 
 TOLERANCE = {"checkfreq": 0.03, "gemini": 0.03, "moc": 0.05, "moevement": 0.010}
@@ -126,49 +121,32 @@ def agreements() -> dict[str, EttrAgreement]:
 
 def figure() -> Figure:
     """The table, with the published one and its recomputation beside it."""
+    missing = "; ".join(missing_intervals()) or "none"
     return Figure(
-        "MoEvement Table 3: checkpoint systems under failures, 12 hours on 96 A100 GPUs",
+        "table3",
         {"cells": [_as_data(cell) for cell in cells()], "agreement": {k: asdict(v) for k, v in agreements().items()}},
         (_agreement(), *(_table(model) for model in MODELS)),
         _draw,
         tuple(Fact(f"{NAMES[system]} ETTR", found.sentence) for system, found in agreements().items()),
-        _notes(),
-        (1, len(MODELS)),
-        (14, 4),
+        {"missing": missing},
     )
 
 
-def _table(model: str) -> Table:
-    return table(
-        model,
-        "MTBF | system | interval paper:count | interval:count | overhead paper:share | overhead:share"
-        " | recovery paper:seconds | recovery:seconds | ETTR paper | recomputed | ETTR | difference | within"
-        " | by chance",
-        (_row(cell) for cell in cells() if cell.model == model),
-    )
+def _table(model: str) -> Rows:
+    rows = []
+    for cell in cells():
+        if cell.model == model:
+            paper, ours, random = cell.published, cell.ours, chance(cell)
+            shown = (paper.interval, cell.shown_interval, paper.overhead_share, ours.overhead_share, paper.recovery_s)
+            ettrs = map(decimals, (paper.ettr, paper.recomputed_ettr, ours.ettr))
+            off = "-" if cell.difference is None else f"{cell.difference:+.3f}"
+            by_chance = f"{random.mean:.3f} ± {random.half_width:.3f}"
+            head = (minutes(cell.mtbf_s), NAMES[cell.system], *shown, ours.recovery_s)
+            rows.append((*head, *ettrs, off, cell.mark, by_chance))
+    return rows
 
 
-def _row(cell: Table3Cell) -> tuple[Any, ...]:
-    paper, ours, random = cell.published, cell.ours, chance(cell)
-    return (
-        minutes(cell.mtbf_s),
-        NAMES[cell.system],
-        paper.interval,
-        cell.shown_interval,
-        paper.overhead_share,
-        ours.overhead_share,
-        paper.recovery_s,
-        ours.recovery_s,
-        decimals(paper.ettr),
-        decimals(paper.recomputed_ettr),
-        decimals(ours.ettr),
-        "-" if cell.difference is None else f"{cell.difference:+.3f}",
-        cell.mark,
-        f"{random.mean:.3f} ± {random.half_width:.3f}",
-    )
-
-
-def _agreement() -> Table:
+def _agreement() -> Rows:
     """What the tolerances are held against; the last column is the paper against itself."""
     rows = []
     for system, found in agreements().items():
@@ -176,24 +154,10 @@ def _agreement() -> Table:
         itself = EttrAgreement.of(
             [(cell.published.recomputed_ettr or 0) - (cell.published.ettr or 0) for cell in own], found.tolerance
         )
-        intervals = [cell.interval_holds for cell in own]
-        rows.append(
-            (
-                NAMES[system],
-                found.tolerance,
-                f"{found.within} of {found.cells}",
-                decimals(found.mean_absolute),
-                decimals(found.largest),
-                f"{sum(map(bool, intervals))} of {len(intervals)}",
-                decimals(itself.mean_absolute),
-                decimals(itself.largest),
-            )
-        )
-    columns = (
-        "system | tolerance of ETTR | cells within | mean difference | largest | intervals that hold"
-        " | paper against itself, mean | paper against itself, largest"
-    )
-    return table("Agreement", columns, rows)
+        holding = f"{sum(bool(cell.interval_holds) for cell in own)} of {len(own)}"
+        ours, theirs = ((decimals(one.mean_absolute), decimals(one.largest)) for one in (found, itself))
+        rows.append((NAMES[system], found.tolerance, f"{found.within} of {found.cells}", *ours, holding, *theirs))
+    return rows
 
 
 def missing_intervals() -> tuple[str, ...]:
@@ -203,24 +167,6 @@ def missing_intervals() -> tuple[str, ...]:
         f" {cell.published.interval}"
         for cell in cells()
         if cell.interval_holds is False
-    )
-
-
-def _notes() -> tuple[str, ...]:
-    missing = missing_intervals()
-    return (
-        "recomputed: the paper's own overhead and recovery put into its App. C, 1 / (1 + overhead) / (1 + recovery / 12"
-        " h). Where that differs from the published ETTR, the columns of the paper do not agree with each other.",
-        "QWen-MoE and all rows at 20 minutes were not at hand: predicted, not compared.",
-        "Intervals that are off by more than 10 %: " + ("; ".join(missing) if missing else "none") + ".",
-        "interval: for MoEvement the window. ETTR: by the closed form of App. C, for MoC stretch by stretch as faults"
-        " raise K. overhead and recovery: of one run of 12 hours with controlled failures at equal distances.",
-        "by chance: the mean of 20 runs with faults of a Poisson process, and its 95 % confidence interval. Such faults"
-        " also strike during recoveries and begin them anew, which the closed form leaves out and controlled failures"
-        " do not do: the longer recoveries are by the mean time between failures, the lower it is.",
-        "The paper's recovery times do not follow from its intervals: per fault they are 1.6 x I x T for MoE-LLaVa"
-        " under CheckFreq at 10 minutes and 0.36 x I x T for DeepSeek-MoE, for MoC less than a restart can take. They"
-        " are shown, not fitted.",
     )
 
 
@@ -239,12 +185,9 @@ def _as_data(cell: Table3Cell) -> dict[str, Any]:
 def _draw(axes: list[Any]) -> None:
     at = [mtbf_s / 60 for mtbf_s in MTBF_S]
     for axis, model in zip(axes, MODELS, strict=True):
-        for system, colour in COLOURS.items():
-            row = [cell for cell in cells() if cell.model == model and cell.system == system]
-            axis.plot(at, [cell.ours.ettr for cell in row], color=colour, label=NAMES[system])
-            known = [(cell.mtbf_s / 60, cell.published.ettr) for cell in row if cell.published.ettr is not None]
-            axis.scatter(*zip(*known, strict=True), color=colour, marker="x") if known else None
-        axis.set(title=model, xlabel="MTBF (minutes)", xscale="log", ylim=(0, 1))
-        axis.set_xticks(at, [f"{minute:g}" for minute in at])
-    axes[0].set_ylabel("ETTR (crosses: published)")
-    axes[0].legend()
+        own = [cell for cell in cells() if cell.model == model]
+        series = {NAMES[name]: [cell.ours.ettr for cell in own if cell.system == name] for name in COLOURS}
+        known = [(cell.mtbf_s / 60, cell.published.ettr) for cell in own if cell.published.ettr is not None]
+        if known:
+            axis.scatter(*zip(*known, strict=True), color="black", marker="x")
+        lines(axis, at, series, title=model, xlabel="MTBF (minutes)", xscale="log", ylim=(0, 1), ylabel="x: published")

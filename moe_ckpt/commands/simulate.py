@@ -140,7 +140,7 @@ class _Simulations(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] in MOVED:
             script = args[0].replace("-", "_")
-            raise click.UsageError(f"paper tables moved to reproduce/{script}.py", ctx)
+            raise click.UsageError(f"paper tables moved to `python -m reproduce {script}`", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -148,7 +148,7 @@ class _Simulations(click.Group):
 def simulate() -> None:
     """Predict overhead, recovery and ETTR of each checkpoint system, before a run: no GPU, no torch, no job needed.
 
-    The papers' tables and figures are recomputed by the scripts in reproduce/.
+    The papers' tables and figures are recomputed by `python -m reproduce`.
 
     \b
     $ moe-ckpt simulate run --model DeepSeek-MoE --pp 12 --ep 8 --mtbf 30m --mtbf 10m

@@ -1,4 +1,4 @@
-"""What the processes of `benchmarks/standby_job.py` left: who trained on which rank, after each start."""
+"""What the processes of `standby_job.py` left: who trained on which rank, after each start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/standby_job.py`; what each iteration came to is recorded in the folder $RECORDS."""
+"""`standby_job.py`; what each iteration came to is recorded in the folder $RECORDS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
-STANDBY_JOB = Path(__file__).parents[2] / "benchmarks" / "standby_job.py"
+STANDBY_JOB = Path(__file__).parents[1] / "process" / "standby_job.py"
 
 
 def record() -> None:

@@ -20,6 +20,7 @@ from megatron_flags import options, parser
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.seats.run import parse_options
 from moe_ckpt.commands.main import commands
+from reproduce.__main__ import main as reproduce
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "reproduce", "scripts", "tests", "tools")
@@ -101,6 +102,12 @@ def misuse(words: list[str], *, typed: bool) -> str:
     if words[0] == "make":
         unknown = [word for word in words[1:] if "=" not in word and word not in make_targets()]
         return f"no such target: {unknown}" if unknown else ""
+    if words[1:3] == ["-m", "reproduce"]:
+        return (
+            ""
+            if PLACEHOLDER.fullmatch("".join(words[3:4]) or "NAME")
+            else misuse_of_click(reproduce, words[3:], typed=True)
+        )
     at = next((at for at, word in enumerate(words) if OURS.fullmatch(word)), None)
     if at is None:
         return ""
@@ -125,6 +132,10 @@ def misuse_of_moe_ckpt(words: list[str], *, typed: bool) -> str:
         if name not in command.commands:
             return f"no such command: {name}"
         command = command.commands[name]
+    return misuse_of_click(command, words, typed=typed)
+
+
+def misuse_of_click(command: click.Command, words: list[str], *, typed: bool) -> str:
     if "--help" in words:
         return ""
     context = click.Context(command)
@@ -170,8 +181,8 @@ def flags_of(name: str) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     text = path.read_text()
-    if path.parent.name == "reproduce":
-        text += (path.parent / "_script.py").read_text()
+    if path.parent.name == "benchmarks":
+        text += (path.parent / "harness.py").read_text()
     for module in re.findall(r"-m ((?:megatron|moe_ckpt)[\w.]+)", text):
         source = ROOT / module.replace(".", "/")
         text += "".join(one.read_text() for one in (source.with_suffix(".py"), source / "__main__.py") if one.is_file())
@@ -239,6 +250,7 @@ def test_each_guarantee_says_when_it_ends_and_which_test_shows_it() -> None:
         ("torchrun --nproc-per-node 8 pretrain_gpt_moe.py --layers 3", "--layers"),
         (".venv/bin/python tools/preprocess_data.py --inputs a", "--inputs"),
         ("scripts/chaos_cpu.sh --hours 3", "--hours"),
+        ("python -m reproduce fig2", "'fig2' is not one of"),
         ("scripts/train_gpu.sh", "no such file"),
         ("make setup tests", "no such target"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,39 @@ import pytest
 from click.testing import CliRunner
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from reproduce import figure
-from reproduce._script import command
+from reproduce import figures
+from reproduce.__main__ import main
+from reproduce.figure import Figure
+from reproduce.figures import FIGURES
 
-SCRIPTS = sorted(
-    path.stem for path in (figure.ROOT / "reproduce").glob("*.py") if "run(__file__)" in path.read_text("utf-8")
-)
 LONG = {"cross_validation", "large_scale", "public_reports", "table3"}
 """Of 5 to 45 seconds each."""
 
 
-def test_scripts_are_found() -> None:
-    assert len(SCRIPTS) > 25
+def test_every_module_that_makes_a_figure_is_in_the_table() -> None:
+    modules = Path(figures.__file__).parent.glob("*.py")
+    assert {path.stem for path in modules if "\ndef figure() -> Figure:" in path.read_text("utf-8")} == set(FIGURES)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in SCRIPTS]
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in FIGURES]
 )
 def test_the_page_is_what_the_script_writes(name: str) -> None:
-    page, found = figure.page(name), figure_of(name)
+    page, found = FIGURES[name].page, figure_of(name)
     if found is None:
         assert not page.exists()
         return
     picture, data = page.with_suffix(".png"), page.with_suffix(".json")
-    told = found.markdown(f"python reproduce/{name}.py --docs", picture, data)
-    assert page.read_text(encoding="utf-8") == told, f"run python reproduce/{name}.py --docs"
+    told = found.markdown(f"python -m reproduce {name} --docs", picture, data)
+    assert page.read_text(encoding="utf-8") == told, f"run python -m reproduce {name} --docs"
     assert picture.stat().st_size > 1000
     assert rounded(json.loads(data.read_text(encoding="utf-8"))) == rounded(json.loads(json.dumps(found.data)))
 
 
-def figure_of(name: str) -> figure.Figure | None:
+def figure_of(name: str) -> Figure | None:
     """None where the runs that it is made of are not there."""
     try:
-        return import_module(f"reproduce.{name}").figure()  # type: ignore[no-any-return]
+        return Figure.of(name)
     except UsageError:
         return None
 
@@ -60,16 +59,16 @@ def rounded(value: Any) -> Any:
 def test_a_page_is_written_with_data_and_picture_and_links_to_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figure, "RESULTS", tmp_path)
-    result = CliRunner().invoke(command("moc_fig11"), ["--docs"])
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    result = CliRunner().invoke(main, ["moc_fig11", "--docs"])
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moc-fig11.json", "moc-fig11.md", "moc-fig11.png"]
     text = (tmp_path / "moc-fig11.md").read_text()
-    assert "Made by `python reproduce/moc_fig11.py --docs`." in text
+    assert "Made by `python -m reproduce moc_fig11 --docs`." in text
     assert "](moc-fig11.png)" in text and "](moc-fig11.json)" in text
 
 
 def test_pages_are_named_by_paper() -> None:
-    named = {name: figure.page(name).stem for name in ("fig1", "table3", "moc_fig5", "large_scale")}
+    named = {name: FIGURES[name].page.stem for name in ("fig1", "table3", "moc_fig5", "large_scale")}
     assert named == {"fig1": "moevement-fig1", "table3": "moevement-table3", "moc_fig5": "moc-fig5",
                      "large_scale": "large-scale"}  # fmt: skip

@@ -134,7 +134,7 @@ def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, mo
         assert moc_fig14.deviation() == pytest.approx((-0.01, 0.02))
         assert moc_fig14.curve("full") == [(10, pytest.approx(3.15)), (20, pytest.approx(2.15))]
         found = moc_fig14.figure()
-        assert [row[0] for row in found.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
+        assert [row[0] for row in found.report.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
     finally:
         moc_fig14.runs.cache_clear()
 

@@ -73,7 +73,7 @@ def test_without_sharding_partial_checkpoints_save_a_rank_less_than_with_it() ->
 
 
 def test_the_composition_of_a_checkpoint_is_that_of_figure_2() -> None:
-    table = next(table for table in moc_fig10.figure().tables if table.title.startswith("Composition"))
+    table = next(table for table in moc_fig10.figure().report.tables if table.title.startswith("Composition"))
     for _, ours, given in table.rows:
         assert ours == pytest.approx(given, abs=0.005)
 

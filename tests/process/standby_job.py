@@ -27,7 +27,7 @@ from typing import Any
 
 if os.sched_getscheduler(0) == os.SCHED_IDLE:  # on a machine that is never idle, the test would wait for ever
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults

@@ -1,0 +1,63 @@
+"""Every benchmark starts, measures with tiny sizes, and prints its table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from world import ROOT
+
+ROWS = {
+    "api_overhead": "with / without the calls",
+    "planning": "| recovery of one stage, 1024 ranks, 16 stages |",
+    "transports": "process-group",
+    "snapshot": "| full / torch_dist async |",
+    "every_iteration": "| sparse/4 |",
+    "replay": "| all but the embedding |",
+    "recovery": "| of that with new processes |",
+    "localized_recovery": "| PP=2, EP=2 | detection until training is where it was, s |",
+    "memory_peaks": "beyond its imports",
+    "pec_accuracy": "| 1234 | Dynamic-K | 1 |",
+    "figure_jobs": "selective_ablation: ",
+}
+"""What each prints at last."""
+LONG = ("snapshot", "recovery", "localized_recovery", "memory_peaks", "pec_accuracy", "figure_jobs")
+"""Of 20 seconds or more on two cores."""
+
+
+def test_every_benchmark_is_run_here_and_by_make_bench() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\n    start(main" in path.read_text()}
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (named,) = [line.split()[2:] for line in makefile.splitlines() if line.startswith("BENCHMARKS = ")]
+    assert scripts == set(ROWS) == set(named)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in ROWS]
+)
+def test_a_benchmark_prints_its_table(name: str, corpus: str) -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--turns", "1"]
+    environment = os.environ | {"CORPUS": corpus, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
+    assert ROWS[name] in ended.stdout
+
+
+def test_what_was_kept_makes_the_pages_that_are_there() -> None:
+    for name, page in PAGES.items():
+        command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / f"{name}.py"), "--report"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert told == (ROOT / "docs" / "results" / page).read_text(encoding="utf-8"), f"run {name}.py --report --write"
+
+
+PAGES = {
+    "snapshot": "snapshot.md",
+    "every_iteration": "every-iteration.md",
+    "recovery": "recovery.md",
+    "localized_recovery": "localized-recovery.md",
+    "memory_peaks": "memory-peaks.md",
+    "pec_accuracy": "pec-accuracy.md",
+}
