@@ -8,14 +8,17 @@ snapshot, whatever that loses. The faults are SIGKILLs of training processes; to
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness import RESULTS, ROOT, Benchmark, row, rule, start
+
+sys.path.append(str(ROOT / "examples" / "accuracy"))
 from demo_jobs import DemoRun, Size, train
-from harness import RESULTS, Benchmark, row, rule, start
 
 THRESHOLD, ALLOWED = 0.0375, 0.01
 FAULT_FREE, DYNAMIC, FIXED = "fault-free", "Dynamic-K", "fixed K = 1"

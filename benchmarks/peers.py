@@ -38,7 +38,7 @@ class WithoutCheckpoints:
         return 0
 
 
-def install_nvrx(folder: Path) -> str:
+def install_nvrx(folder: Path, *, only_look: bool) -> str:
     """Unpack NVRx with what its imports need, not with all that it depends on, unless that was done; why it cannot be,
     else an empty text.
 
@@ -47,6 +47,8 @@ def install_nvrx(folder: Path) -> str:
     name, _, release = NVRX.partition("==")
     unpacked = folder / f"{name.replace('-', '_')}-{release}.dist-info"
     if not (unpacked.is_dir() and (folder / "defusedxml").is_dir()):
+        if only_look:
+            return "it is not there, and a quick run installs nothing"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
         command += ["--platform", "manylinux_2_39_x86_64", "--only-binary=:all:", NVRX, "defusedxml"]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -37,7 +37,7 @@ def main() -> int:
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
     """The copies alone, and the turns of all contestants."""
-    missing = install_nvrx(NVRX_FOLDER)
+    missing = install_nvrx(NVRX_FOLDER, only_look=quick)
     peers = [name for name in PEERS if not (missing and name.startswith("NVRx"))]
     settings = {"copies": 6 if quick else 14, "interval": INTERVAL, "checkpoints_per_turn": 2}
     return {"nvrx_missing": missing} | run_job([*OURS, *peers], settings, turns, quick)

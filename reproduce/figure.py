@@ -115,10 +115,9 @@ def check_targets(out: Iterable[Path], plot: Path | None) -> None:
 
 
 @cache
-def published(paper: str = "moevement") -> dict[str, Any]:
+def published(paper: str = "moevement") -> Any:
     """What tables and text of a paper (moevement, moc, moetion) say; None where a figure was not at hand."""
-    figures: dict[str, Any] = json.loads((Path(__file__).parent / "published" / f"{paper}.json").read_text("utf-8"))
-    return figures
+    return json.loads((Path(__file__).parent / "published" / f"{paper}.json").read_text("utf-8"))
 
 
 def measured(name: str, command: str, folder: Path | None = None) -> dict[str, Any]:

@@ -33,11 +33,7 @@ def azure_shape(model: str) -> ModelShape:
     if model != "QWen-MoE":
         return shape
     return replace(
-        shape,
-        num_experts=64,
-        moe_router_topk=8,
-        moe_shared_expert_intermediate_size=0,
-        moe_shared_expert_gate=False,
+        shape, num_experts=64, moe_router_topk=8, moe_shared_expert_intermediate_size=0, moe_shared_expert_gate=False
     )
 
 

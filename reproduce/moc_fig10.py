@@ -5,11 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.policy.partial import (
-    BOTH,
-    pec_plan,
-    sequential_selection,
-)
+from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, pec_plan, sequential_selection
 from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
 from moe_ckpt.report import Fact

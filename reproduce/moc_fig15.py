@@ -16,17 +16,16 @@ from megatron.core.dist_checkpointing.moe.types import Copy, Inventory, Lost, Sn
 from moe_ckpt.simulator.driver import Driver, layer_job
 
 from .figure import Figure, bars, lines, measured
+from .moc_fig5 import COMMAND, EXPERTS, FILE, ITERATIONS, TOKENS, TOPK
 
-EXPERTS, TOPK, TOKENS, ITERATIONS, INTERVAL = 16, 1, 16_384, 1024, 32
-"""Of a layer, tokens of an iteration, iterations of the training and between checkpoints; experts are alike."""
+INTERVAL = 32
+"""Iterations between checkpoints."""
 
 NODES = 2
 """Of the paper's Case 2: a fault takes one, with half of the experts."""
 
 COMBINATIONS = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (4, 4))
 """(K of memory, K of storage)."""
-
-FILE, COMMAND = "pec_accuracy.json", "python benchmarks/pec_accuracy.py --write"
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,8 @@ KS, INTERVALS = (1, 2, 4, 8, 16), (1, 4, 16, 32, 64)
 THRESHOLD = 0.0375
 """Below which MoC 3.1.2 finds the loss unchanged; and what K = 2 every 32 iterations gives there."""
 
-PAIRED, PAIRED_COMMAND, CAMPAIGN = (
-    "pec_accuracy.json",
-    "python benchmarks/pec_accuracy.py --write",
-    "accuracy-campaign.json",
-)
+FILE, COMMAND = "pec_accuracy.json", "python benchmarks/pec_accuracy.py --write"
+CAMPAIGN = "accuracy-campaign.json"
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def plt(k: int, interval: int) -> float:
 @cache
 def losses() -> tuple[LossPoint, ...]:
     """Every run with faults that was measured."""
-    paired = measured(PAIRED, PAIRED_COMMAND)["runs"]
+    paired = measured(FILE, COMMAND)["runs"]
     runs = [
         {
             "seed": run["seed"], "name": run["name"], "faults": len(run["recoveries"]),

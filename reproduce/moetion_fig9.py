@@ -7,13 +7,7 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, SelectivePlan, selective_plan
-from megatron.core.dist_checkpointing.moe.types import (
-    FP16_FP32,
-    ModelShape,
-    OperatorId,
-    OperatorSize,
-    Topology,
-)
+from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, OperatorSize, Topology
 from moe_ckpt.report import Fact
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
@@ -174,10 +168,7 @@ def figure() -> Figure:
             "compared": [dict(zip(columns, row, strict=True)) for row in compared],
             "published": given,
         },
-        (
-            (tuple(vars(one).values()) for one in points()),
-            compared,
-        ),
+        ((tuple(vars(one).values()) for one in points()), compared),
         _draw,
         (
             Fact("Checkpoint traffic of a rank, from Gemini's 74.9 s", f"{rate / 1e9:.3f} GB/s"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -11,19 +11,16 @@ from moe_ckpt.report import Fact
 from moe_ckpt.simulator.advise import Advice, advise
 from moe_ckpt.simulator.choices import Question
 from moe_ckpt.simulator.clusters import cluster
-from moe_ckpt.simulator.cost import MEGATRON_UTILISATION, iteration_cost, operator_flops
+from moe_ckpt.simulator.cost import MEGATRON_UTILISATION, iteration_cost
 from moe_ckpt.simulator.flags import flags_of
 from moe_ckpt.simulator.inputs import TokenDispatch, TrainingJob
 from moe_ckpt.simulator.models import preset
 
-from .figure import Figure
+from .figure import Figure, published
 
 TOLERANCE = 0.25
 MTBF_S = 12 * 3600.0
 SYSTEMS = ("gemini", "moevement", "torch_dist_async")
-
-
-ALL_TO_ALL = TokenDispatch()
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Reported:
     tokens_per_s_and_gpu: float
     report: str
     precision: str = "fp16-fp32"
-    exchange: TokenDispatch = ALL_TO_ALL
+    exchange: TokenDispatch = field(default_factory=TokenDispatch)
     asked_for: bool = False
 
     @property
@@ -66,45 +63,14 @@ class Reported:
         return self.estimated_s / self.reported_s - 1
 
 
-def _mixtral_rate() -> float:
-    """Tokens per second and GPU at 49.3 % of 989 TFLOPS, counting attention whole as Megatron-LM does."""
-    shape = preset("Mixtral-8x22B")
-    whole = 2 * sum(operator_flops(shape, 4096).values()) - sum(operator_flops(shape, 0).values())
-    return 0.493 * 989e12 / whole
+def _read(row: dict[str, Any]) -> Reported:
+    exchange = TokenDispatch(**row.get("exchange", {}))
+    return Reported(**row | {"topology": Topology(**row["topology"]), "exchange": exchange})
 
 
-_DEEP_EP = TokenDispatch(once_per_node=True)
-_AUTOMODEL = "NeMo AutoModel, performance summary, DGX H100, BF16"
-
-REPORTS = (
-    Reported(
-        "Mixtral-8x22B, 256 H100", "Mixtral-8x22B", "h100-dgx", Topology(256, tp=2, pp=8, ep=8, etp=1), 512, 1,
-        _mixtral_rate(), "MoE Parallel Folding (arXiv:2504.14960): 49.3 % MFU, up to; samples per GPU kept",
-        asked_for=True,
-    ),
-    Reported(
-        "Qwen3-30B-A3B, 128 H100", "Qwen3-30B-A3B", "h100-dgx", Topology(128, ep=8), 8192, 4, 12040.0,
-        f"{_AUTOMODEL}: 12,040 tokens/s/GPU on 8 GPUs; samples per GPU kept", exchange=_DEEP_EP, asked_for=True,
-    ),
-    Reported(
-        "DeepSeek-V3, 2,048 H800", "DeepSeek-V3-671B", "h800-dgx", Topology(2048, pp=16, ep=64, vpp=2), 15360, 1,
-        1e12 / (180e3 * 3600), "DeepSeek-V3 Technical Report: 180 K H800 hours for a trillion tokens; batch of 15,360",
-        "fp8-fp32", TokenDispatch(overlaps=True, once_per_node=True, nodes_per_token=4), asked_for=True,
-    ),
-    Reported(
-        "DeepSeek-V3, 256 H100", "DeepSeek-V3-671B", "h100-dgx", Topology(256, pp=4, ep=64, vpp=8), 512, 1, 1002.0,
-        f"{_AUTOMODEL}: 8.18 s", exchange=_DEEP_EP,
-    ),
-    Reported(
-        "DeepSeek-V3, 1,024 H100", "DeepSeek-V3-671B", "h100-dgx", Topology(1024, pp=4, ep=64, vpp=8), 8192, 1, 865.0,
-        f"{_AUTOMODEL}: 37.87 s; parameters sharded over 256 GPUs", exchange=_DEEP_EP,
-    ),
-    Reported(
-        "Qwen3-30B-A3B, 16 H100, FP8", "Qwen3-30B-A3B", "h100-dgx", Topology(16, pp=2, ep=8, vpp=24), 512, 2, 5275.0,
-        "Megatron-Bridge 25.11, performance summary, DGX H100, FP8", "fp8-fp32", _DEEP_EP,
-    ),
-)  # fmt: skip
-"""The three that are asked for first. Nothing of the simulator is fitted to any of them."""
+REPORTS = tuple(map(_read, published("reports")))
+"""Nothing of the simulator is fitted to them. Mixtral's rate is 49.3 % of 989 TFLOPS, counting attention whole as
+Megatron-LM does; DeepSeek's on H800 a trillion tokens in 180,000 hours."""
 
 
 @cache

@@ -67,36 +67,20 @@ def _ends(system: str, field: str, mtbf_s: Iterable[int] = MTBF_S) -> tuple[floa
     return min(found), max(found)
 
 
+_HOUR, _TEN = (3600,), (600,)
 _RANGES = (
-    ("Gemini interval, 1 h", "gemini_interval_1h", "gemini", "interval", (3600,), INTERVAL_TOLERANCE, True),
-    ("Gemini interval, 10 min", "gemini_interval_10m", "gemini", "interval", (600,), INTERVAL_TOLERANCE, True),
-    ("Gemini overhead, 10 min", "gemini_overhead_share_10m", "gemini", "overhead_share", (600,), 0.02, False),
+    ("Gemini interval, 1 h", "gemini_interval_1h", "gemini", "interval", _HOUR, INTERVAL_TOLERANCE, True),
+    ("Gemini interval, 10 min", "gemini_interval_10m", "gemini", "interval", _TEN, INTERVAL_TOLERANCE, True),
+    ("Gemini overhead, 10 min", "gemini_overhead_share_10m", "gemini", "overhead_share", _TEN, 0.02, False),
     ("MoC overhead", "moc_overhead_share", "moc", "overhead_share", MTBF_S, RECOVERY_TOLERANCE, True),
     ("MoEvement overhead", "moevement_overhead_share", "moevement", "overhead_share", MTBF_S, 0.005, False),
-    (
-        "CheckFreq recovery, 1 h",
-        "checkfreq_recovery_1h_s",
-        "checkfreq",
-        "recovery_s",
-        (3600,),
-        RECOVERY_TOLERANCE,
-        True,
-    ),
-    (
-        "CheckFreq recovery, 10 min",
-        "checkfreq_recovery_10m_s",
-        "checkfreq",
-        "recovery_s",
-        (600,),
-        RECOVERY_TOLERANCE,
-        True,
-    ),
-    ("Gemini recovery, 1 h", "gemini_recovery_1h_s", "gemini", "recovery_s", (3600,), RECOVERY_TOLERANCE, True),
-    ("Gemini recovery, 10 min", "gemini_recovery_10m_s", "gemini", "recovery_s", (600,), RECOVERY_TOLERANCE, True),
-    ("MoC ETTR, 1 h", "moc_ettr_1h", "moc", "ettr", (3600,), 0.05, False),
-    ("MoC ETTR, 10 min", "moc_ettr_10m", "moc", "ettr", (600,), 0.05, False),
+    *((f"{NAMES[system]} recovery, {every}", f"{system}_recovery_{every.replace(' ', '').removesuffix('in')}_s", system,
+       "recovery_s", times, RECOVERY_TOLERANCE, True)
+      for system in ("checkfreq", "gemini") for every, times in (("1 h", _HOUR), ("10 min", _TEN))),
+    ("MoC ETTR, 1 h", "moc_ettr_1h", "moc", "ettr", _HOUR, 0.05, False),
+    ("MoC ETTR, 10 min", "moc_ettr_10m", "moc", "ettr", _TEN, 0.05, False),
     ("MoEvement ETTR", "moevement_ettr", "moevement", "ettr", MTBF_S, ETTR_TOLERANCE, False),
-)
+)  # fmt: skip
 """Ranges of section 5.7: name, published key, system, field, times between failures, tolerance, and whether that
 is a share of each end."""
 

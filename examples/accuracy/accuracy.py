@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from demo_jobs import DemoRun, Size, train
 
-from demo_jobs import DemoRun, Size, train  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS = ROOT / "docs" / "results"
 SEED = 1234

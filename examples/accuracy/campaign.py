@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(HERE)]
+sys.path.insert(0, str(HERE))
 
 from demo_jobs import DemoRun, Size, train  # noqa: E402
 from tasks import CHANCE  # noqa: E402

@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(HERE)]
+sys.path.insert(0, str(HERE))
 
 from campaign import LAYOUT, RESULTS, Scale, asked, scratch_disk  # noqa: E402
 from demo_jobs import DemoRun, Size, train  # noqa: E402

@@ -23,7 +23,7 @@ ROWS = {
     "figure_jobs": "selective_ablation: ",
 }
 """What each prints at last."""
-LONG = ("snapshot", "recovery", "localized_recovery", "memory_peaks", "pec_accuracy", "figure_jobs")
+LONG = ("recovery", "localized_recovery", "memory_peaks", "pec_accuracy", "figure_jobs")
 """Of 20 seconds or more on two cores."""
 
 
