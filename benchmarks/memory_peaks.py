@@ -53,7 +53,7 @@ def measure(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
-    from megatron.core.dist_checkpointing.moe.megatron_state.step_counts import loading_step_counts
+    from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import loading_step_counts
     from megatron.training import training
 
     trainer, iterate = job.trainer, job.iterating()

@@ -58,7 +58,7 @@ def table(result: dict[str, Any]) -> list[str]:
 def work(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
     """All parts against training."""
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import operators_of_parameters, read_topology
-    from megatron.core.dist_checkpointing.moe.megatron_state.model_operators import model_operators
+    from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import model_operators
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
     from megatron.core.dist_checkpointing.moe.types import StepJournal
 

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -121,7 +122,7 @@ class Ours:
         from torch.distributed.distributed_c10d import _get_default_store
 
         from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, ProcessInfo
-        from megatron.core.dist_checkpointing.moe.runtime import session_parts
+        from megatron.core.dist_checkpointing.moe.runtime import protected_session
 
         strategy, _, window = name.partition("/")
         own_name = name.replace("/", "-")
@@ -134,14 +135,18 @@ class Ours:
         place = dataclasses.replace(place, job_id=f"{place.job_here}-{own_name}")
         # Sessions name their connections alike, as a job has only one: here each gets a part of the store for itself.
         own = PrefixStore(f"benchmark-{own_name}-{interval}", _get_default_store())
-        with mock.patch.object(session_parts, "_get_default_store", return_value=own):
+        with mock.patch.object(protected_session, "_get_default_store", return_value=own):
             manager = job.trainer.managed(config=config, place=place)
             manager.resume()
         manager.detach()  # iterations have a manager of their own around this session
         self.session = manager._session
-        self.before_optimizer, self.step_end = self.session.before_optimizer, self.session.step_end
+        self.before_optimizer = self.session.before_optimizer
         self._newest_bytes, self._windows, self._span = 0, dict[range, list[int]](), range(0)
-        self._note_spans(self.session._parts.strategy)
+        self._note_spans(self.session.strategy)
+
+    def step_end(self, iteration: int, journal: Any) -> None:
+        """As the session's coordinator, which is there once the first turn has begun."""
+        self.session.coordinator.step_end(iteration, journal)
 
     def report(self) -> Any:
         """As the session."""
@@ -157,8 +162,8 @@ class Ours:
 
     def begin_turn(self) -> None:
         """What others did since the last turn is no time of an iteration of this training."""
-        if self.session._protection is not None:  # before the first turn nothing is protected yet
-            self.session._protection.coordinator._step_ended_s = self.session._parts.clock.now_s()
+        if self.session.coordinator is not None:  # before the first turn nothing is protected yet
+            self.session.coordinator._step_ended_s = time.monotonic()
 
     def settle(self) -> None:
         """What was copied goes to the lanes beside training; the turn waits until those rest."""
@@ -195,13 +200,13 @@ class Timed:
     protects = True
 
     def __init__(self, contestant: Any) -> None:
-        from megatron.core.dist_checkpointing.moe.runtime.unprotected import Unprotected
+        from megatron.core.dist_checkpointing.moe.runtime.session import Session
 
         self.contestant, self.stall_s = contestant, 0.0
-        self.session: Any = getattr(contestant, "session", Unprotected())
+        self.session: Any = getattr(contestant, "session", Session())
         self.report = contestant.report
         self.before_optimizer = self._timed(contestant.before_optimizer)
-        self.step_end = self._timed(contestant.step_end)
+        self.coordinator = SimpleNamespace(step_end=self._timed(contestant.step_end))
         for name in ("passes", "reduced", "whole", "reported"):
             setattr(self, name, self._timed(getattr(self.session, name)))
 
