@@ -52,7 +52,7 @@ class SizedJob(NamedTuple):
         """What shows the same, and more, for another rate or time."""
         degrees = {"tp": self.tp, "etp": 1 if self.tp > 1 else 0, "pp": self.pp, "ep": self.ep}
         layout = " ".join(f"--{name} {size}" for name, size in degrees.items() if size > (name != "etp"))
-        return f"moe-ckpt plan window --model {self.model} {layout} --world-size {8 * self.nodes}"
+        return f"moe-ckpt plan --model {self.model} {layout} --world-size {8 * self.nodes} --cluster {CLUSTER}"
 
 
 ROWS = (
@@ -70,7 +70,7 @@ ROWS = (
 
 def node_bytes(row: SizedJob) -> tuple[int, int]:
     """Bytes of the largest rank's state, and what snapshots and replicas of `full` take of a node."""
-    config = MoECheckpointConfig(strategy="full", interval=1)
+    config = MoECheckpointConfig(strategy="full", interval=1, replicas=REPLICAS)
     job = strategy_job(row.shape, row.topology, PRECISION, config, iterations=1)
     specs = Driver(job).strategy.buffer_specs()
     reports = [memory_report(specs, own, REPLICAS) for own in job.sizes.values()]
@@ -122,9 +122,10 @@ LEGEND = """
   so. Rates of the preset are data-sheet rates of one GPU; `moe-ckpt profile` measures yours.
 - With twice the nodes and the same layout a rank owns half, and a node needs half.
 
-Each row for other rates, and for `sparse`, with the seconds that one of your iterations takes:
+A row, with what checkpoints add to an iteration and what a fault leads to; for other rates and strategies give
+`--host-gbps`, `--peer-gbps`, `--iteration-time` and the `--moe-ckpt-*` flags of the job:
 
-{commands}
+    {command} --global-batch-size 256
 
 Which strategy to use, what it costs and what ETTR to expect: `moe-ckpt advise`,
 [operations](operations.md#choose-a-strategy).
@@ -133,9 +134,8 @@ Which strategy to use, what it costs and what ETTR to expect: `moe-ckpt advise`,
 
 def render() -> str:
     """The whole page."""
-    commands = "\n".join(f"    {row.command} \\\n        --budget-local-gbps 50 --iteration-time 5" for row in ROWS)
     head = HEADING.format(cluster=CLUSTER, source=cluster(CLUSTER).source)
-    return head + "\n".join(map(line, ROWS)) + "\n" + LEGEND.format(share=SHARE, commands=commands)
+    return head + "\n".join(map(line, ROWS)) + "\n" + LEGEND.format(share=SHARE, command=ROWS[2].command)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from moe_ckpt.report import Fact, Report, Table, table
@@ -13,8 +11,7 @@ from ..simulator.advise import Advice, described
 from ..simulator.advise import advise as advise_on
 from ..simulator.choices import Question
 from ..simulator.flags import flags_of
-from .plan.options import PlannedJob, number, plan_command
-from .training import checked_mtbf, chosen_systems, machine_of, system_option, with_training_flags
+from .job_flags import JobFlags, checked_mtbf, chosen_systems, job_command, number, system_option
 from .values import Duration, Hours
 
 HELP = """Say which checkpoint system suits a job, and with which settings.
@@ -31,23 +28,21 @@ recommended where no exact one can be used; what it would gain is said.
 """
 
 
-@plan_command(HELP)
-@with_training_flags
+@job_command(HELP)
 @click.option("--mtbf", "mtbf_s", type=Duration(), required=True, metavar="TIME", help="Between faults of the job.")
 @number("--host-memory-gb", default=None, help="For checkpoints, on a node [default: 3/4 of the cluster's].")
 @click.option("--hours", "run_s", type=Hours(), metavar="TIME", help="Of a run [default: 12h, or 40 faults].")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs that are simulated of each setting.")
 @system_option
 def advise(
-    job: PlannedJob,
+    flags: JobFlags,
     mtbf_s: float,
     host_memory_gb: int | None,
     run_s: float | None,
     seeds: int,
     systems: tuple[str, ...],
-    **training: Any,
 ) -> Report:
-    machine = machine_of(job, **training)
+    machine = flags.setting
     checked_mtbf(machine, mtbf_s)
     names = chosen_systems(systems)
     question = Question(

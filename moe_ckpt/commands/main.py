@@ -51,7 +51,7 @@ def commands() -> None:
 
     \b
     $ moe-ckpt advise --help                # which strategy should I use, and what will I get?
-    $ moe-ckpt plan window --help           # what would a strategy do with my model?
+    $ moe-ckpt plan --help                  # what will the checkpoints of my job be?
     $ moe-ckpt inspect checkpoints/         # what is in there, is it whole, who holds what?
     $ moe-ckpt verify checkpoints/          # is every byte what was saved, and can it be restored?
     $ moe-ckpt digest checkpoints/          # which state did this run reach?

@@ -13,9 +13,9 @@ from moe_ckpt.report import Fact, Report, Table, show, table
 from moe_ckpt.report.progress import steps
 
 from ..simulator.profiles import Profile, as_data
+from .job_flags import number
 from .model_file import load_model
 from .outputs import check_output
-from .plan.options import number
 from .profiling.layer import device
 from .profiling.layers import LayerSettings, count_of, most_ranks
 from .profiling.machine import LINKS, ProfileSettings, measured_profile

@@ -18,8 +18,7 @@ from ..simulator.faults import Fault, load_trace, poisson
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
 from .constants import constants
-from .plan.options import PlannedJob, number, plan_command
-from .training import checked_mtbf, chosen_systems, machine_of, system_option, with_training_flags
+from .job_flags import JobFlags, checked_mtbf, chosen_systems, job_command, number, system_option
 from .values import Duration, Hours
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
@@ -44,26 +43,24 @@ ENDLESS = 10**9
 """Iterations between checkpoints that no run reaches: there are none."""
 
 
-@plan_command(HELP)
-@with_training_flags
+@job_command(HELP)
 @click.option("--mtbf", "mtbfs_s", type=Duration(), multiple=True, metavar="TIME", help="Between faults of the job.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Faults of one run, instead of --mtbf.")
 @system_option
 @click.option("--hours", "duration_s", type=Hours(), default="12h", show_default=True, metavar="TIME", help="Of a run.")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs of which the mean is reported.")
 def run(
-    job: PlannedJob,
+    flags: JobFlags,
     mtbfs_s: tuple[float, ...],
     trace: Path | None,
     systems: tuple[str, ...],
     duration_s: float,
     seeds: int,
-    **training: Any,
 ) -> Report:
     names = chosen_systems(systems)
     if bool(mtbfs_s) == (trace is not None):
         raise click.UsageError("give --mtbf, once or several times, or --trace")
-    machine = machine_of(job, **training)
+    machine = flags.setting
     if trace is not None:
         faults = load_trace(trace, nodes=len(machine.job.topology.ranks_by_node))
         scenarios: Scenarios = {duration_s / max(1, sum(fault.at_s < duration_s for fault in faults)): (faults,)}
@@ -79,10 +76,10 @@ def run(
             row for mtbf_s, runs in scenarios.items() for row in _rows(machine, names, mtbf_s, runs, duration_s, done)
         )
     return Report(
-        f"Checkpoints of {job.shape.name} under failures",
+        f"Checkpoints of {flags.shape.name} under failures",
         (
             Fact("Cluster", machine.cluster.name),
-            Fact("Ranks", job.topology.world_size, "count"),
+            Fact("Ranks", flags.topology.world_size, "count"),
             Fact("Iteration", machine.cost.iteration_s, "seconds"),
             Fact("Microbatches of a pipeline", machine.job.microbatches, "count"),
             Fact("Hours of a run", duration_s / 3600, "number"),

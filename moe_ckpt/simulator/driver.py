@@ -229,10 +229,18 @@ def layer_job(experts: int, topk: int, tokens: int, iterations: int, **flags: An
     return Job(MoECheckpointConfig(**flags), operators, Topology(1), tokens, iterations, topk=topk)
 
 
-def plan_bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize]) -> int:
-    """What a rank that owns operators of these sizes copies of a snapshot."""
-    return sum(
-        size.full_bytes if Part.MASTER_AND_MOMENTS in plan.parts[operator] else size.weights_bytes
-        for operator, size in sizes.items()
-        if operator in plan.parts
-    )
+def plan_bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize], precision: Precision | None = None) -> int:
+    """What a rank that owns operators of these sizes copies of a snapshot.
+
+    precision: for plans of which some parts are neither everything nor the weights alone, as scopes of `pec` make them.
+    """
+    total = 0
+    for operator, size in sizes.items():
+        part = plan.parts.get(operator, Part.NOTHING)
+        if Part.MASTER_AND_MOMENTS in part:
+            total += size.full_bytes
+        elif precision is not None and part & Part.MASTER_AND_MOMENTS:
+            total += size.full_bytes * precision.bytes_per_parameter(part) // precision.full_bytes
+        elif part:
+            total += size.weights_bytes
+    return total

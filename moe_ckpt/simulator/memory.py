@@ -50,7 +50,7 @@ def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> Memo
     gemini = parameters * (2 * full + weights)
     waiting = round(weights * waiting_parameters(job, windows))
     size = windows.size if isinstance(windows, Window) else max(window.size for window in windows.values())
-    logs = [_log_bytes(job, stage, size) for stage in range(job.topology.pp)]
+    logs = [logs_of_stage(job, stage, logged_iterations(size)) for stage in range(job.topology.pp)]
     all_logs = sum(logs) * job.topology.ranks_per_stage
     return MemoryUse(gemini, gemini + waiting, max(logs), all_logs, 2 * (parameters * full + waiting) + all_logs)
 
@@ -78,10 +78,10 @@ def logged_iterations(window_size: int) -> int:
     return len(kept(range(newest + 1), 0, newest, newest + 1))
 
 
-def _log_bytes(job: TrainingJob, stage: int, window_size: int) -> int:
-    """Logs of one rank of the stage."""
+def logs_of_stage(job: TrainingJob, stage: int, iterations: int) -> int:
+    """Logs of so many iterations on one rank of the stage."""
     topology = job.topology
     samples = -(-job.global_batch // (job.microbatches * topology.dp))
     shape = tensor_shape(topology, job.seq_length, samples, job.shape.hidden_size, sequence_parallel=topology.tp > 1)
     element = max(2, job.precision.compute_bytes)
-    return logged_iterations(window_size) * sent_bytes(topology, stage, job.microbatches, shape, element)
+    return iterations * sent_bytes(topology, stage, job.microbatches, shape, element)

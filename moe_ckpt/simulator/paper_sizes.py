@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.checks import whole
 from megatron.core.dist_checkpointing.moe.policy.dynamic_k import check_floor
 from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, PecScope
 from megatron.core.dist_checkpointing.moe.types import ModelShape, Part, Precision
@@ -72,34 +70,3 @@ def checkpoint_bytes(
         expert_bytes(optimizer),
         others * precision.bytes_per_parameter(stored & optimizer),
     )
-
-
-def eq_5_full_bytes(shape: ModelShape, precision: Precision) -> int:
-    """C_full of MoC eq. 5: bytes of a checkpoint of all parameters with weights and optimizer state."""
-    return shape.total_parameters * precision.bytes_per_parameter(Part.EVERYTHING)
-
-
-def eq_6_pec_bytes(shape: ModelShape, precision: Precision, k: int) -> int:
-    """C_pec of MoC eq. 6: bytes of a checkpoint with `k` of the N experts of each MoE layer.
-
-    Raises UsageError when k is not from 1 to N.
-    """
-    check_floor(k, shape.num_experts)
-    saved = shape.total_parameters - shape.expert_parameters + shape.expert_parameters * k // shape.num_experts
-    return saved * precision.bytes_per_parameter(Part.EVERYTHING)
-
-
-def is_balanced(k: int, moe_layers: int, d_ep: int, d_dp: int) -> bool:
-    """Whether MoC eq. 9 finds no reason for imbalance when k experts of each MoE layer are saved.
-
-    Its second condition speaks of whole experts per EP group; see `all_replicas`, which needs only the first.
-    Raises UsageError when d_ep does not divide d_dp, for k below 1 and for a negative number of layers.
-    """
-    _check_groups(d_dp, d_ep)
-    per_rank, left = divmod(whole("k", k, 1) * whole("moe_layers", moe_layers, 0), d_ep)
-    return left == 0 and per_rank % (d_dp // d_ep) == 0
-
-
-def _check_groups(d_dp: int, d_ep: int) -> None:
-    if min(d_dp, d_ep) < 1 or d_dp % d_ep:
-        raise UsageError(f"d_ep is {d_ep}, but must be a divisor of d_dp = {d_dp}")

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.moe.policy.partial import PEC_SCOPES
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape
 from moe_ckpt.commands.main import main
-from moe_ckpt.simulator.paper_sizes import eq_5_full_bytes, eq_6_pec_bytes
+from moe_ckpt.simulator.paper_sizes import checkpoint_bytes
 
 ITERATIONS, LAYERS, EXPERTS, TOPK = 30, 2, 4, 2
 THRESHOLD = Fraction(15, 100)
@@ -461,5 +461,5 @@ def predicted(scope: str) -> Fraction:
     missing = LARGE.expert_parameters * (EXPERTS - 1) // EXPERTS
     share = 1 - Fraction(missing * left_out, LARGE.total_parameters * (weights + optimizer))
     if scope == "both":
-        assert share == Fraction(eq_6_pec_bytes(LARGE, FP32, 1), eq_5_full_bytes(LARGE, FP32))
+        assert share == Fraction(*(checkpoint_bytes(LARGE, FP32, k).total_bytes for k in (1, EXPERTS)))
     return share

@@ -23,17 +23,15 @@ from megatron.core.dist_checkpointing.moe.types import (
     OperatorSize,
     Topology,
 )
-from moe_ckpt.commands.plan.counts_file import load_counts
-from moe_ckpt.commands.plan.drive import job_of
-from moe_ckpt.commands.plan.options import PlannedJob
-from moe_ckpt.simulator.driver import Driver
+from moe_ckpt.commands.counts_file import load_counts
+from moe_ckpt.simulator.driver import Driver, strategy_job
 
 LAYOUT = Layout(tp=1, pp=2, ep=2, ranks=4)
 ITERATIONS = 14
 TOKENS = 32 * LAYOUT.microbatches * LAYOUT.ranks // LAYOUT.pp
 LENGTH = ("--train-iters", str(ITERATIONS), "--lr-decay-iters", str(ITERATIONS))
 SHAPE = ModelShape("of the test", 2, 32, 4, 384, 128, num_experts=4, moe_ffn_hidden_size=32, gated_linear_unit=True)
-PLANNED = PlannedJob(SHAPE, PRECISIONS["fp32"], Topology(4, pp=2, ep=2))
+PLANNED = (SHAPE, Topology(4, pp=2, ep=2), PRECISIONS["fp32"])
 OFTEN = {"reorder_threshold": 0.01, "reorder_fraction": 0.01}
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"interval": 2},
@@ -89,7 +87,7 @@ def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(name: str, clu
     (tmp_path / "counts.json").write_text(json.dumps(tokens or [[1] * 4] * 2))
     counts = load_counts(tmp_path / "counts.json", SHAPE)
     sizes = [event["sizes"] for event in events if "sizes" in event][-1]  # the first are planned, to check the memory
-    job = dataclasses.replace(job_of(PLANNED, config, iterations=ITERATIONS), sizes=sizes_in(sizes))
+    job = dataclasses.replace(strategy_job(*PLANNED, config, iterations=ITERATIONS), sizes=sizes_in(sizes))
     taken = Driver(job, counts.of).snapshots(ITERATIONS)
     planned = {snapshot.plan.iteration: snapshot.plan.digest() for snapshot in taken}
     assert len(of_job) >= ITERATIONS // 3

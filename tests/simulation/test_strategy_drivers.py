@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock import flags as stock_flags
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import ModelShape, SnapshotPlan
-from moe_ckpt.commands.plan.counts_file import load_counts
+from moe_ckpt.commands.counts_file import load_counts
 from moe_ckpt.simulator.driver import Driver
 
 CONFIG = MoECheckpointConfig(replicas=1, persist_dir="disk", persist_interval=8, timeout_s=60.0)
@@ -79,8 +79,8 @@ def test_the_coordinator_of_a_job_drives_a_new_strategy(name: str, ends_protecte
     assert len(job.models) == len(simulation.told.reports)
 
 
-def plan_recovery(strategy: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """`moe-ckpt plan recovery` of an installation that has two more lines in its registry."""
+def planned(strategy: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`moe-ckpt plan` of an installation that has two more lines in its registry."""
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -92,21 +92,21 @@ STRATEGIES.update(seldom=Seldom, nothing=Nothing)
 from moe_ckpt.commands.main import main
 main()
 """
-    model = ("--model", "GPT-125M-8E", "--pp", "2", "--ranks-per-node", "1", "--replicas", "1")
-    arguments = ["plan", "recovery", *model, "--lost-ranks", "1", "--json", "--strategy", strategy, *flags]
+    model = ("--model", "GPT-125M-8E", "--pp", "2", "--ranks-per-node", "1", "--moe-ckpt-replicas", "1")
+    arguments = ["plan", *model, "--lost-ranks", "1", "--json", "--moe-ckpt-strategy", strategy, *flags]
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 
 
 def test_the_planner_drives_a_new_strategy() -> None:
-    done = plan_recovery("seldom", "--interval", "1", "--iteration", "8")
+    done = planned("seldom", "--iteration", "8")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["iteration_of_the_failure"], report["recovered_iteration"]) == (8, 7)
     assert [segment["from"] for segment in report["segments"]] == [7]
-    refused = plan_recovery("seldom", "--interval", "3")
+    refused = planned("seldom", "--moe-ckpt-interval", "3")
     assert refused.returncode == 2
     assert "does not go with seldom" in refused.stderr.splitlines()[-1]
-    assert "the strategy restores no state" in plan_recovery("nothing").stderr.splitlines()[-1]
+    assert "the strategy restores no state" in planned("nothing").stderr.splitlines()[-1]
 
 
 class Recorded:

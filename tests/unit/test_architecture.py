@@ -121,7 +121,7 @@ ROWS = {
     f"{TOOLS}.runs": Row("errors storage", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
     f"{TOOLS}.commands": Row(
-        f"{PARTS} config storage", "click torch",
+        f"{PARTS} config contradictions storage", "click torch",
         "megatron_core report dense hugging_face checkpoints runs simulator",
     ),
     # The driver, and drills that start it.

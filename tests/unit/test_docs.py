@@ -138,9 +138,9 @@ def misuse_of_moe_ckpt(words: list[str], *, typed: bool) -> str:
 def misuse_of_click(command: click.Command, words: list[str], *, typed: bool) -> str:
     if "--help" in words:
         return ""
-    context = click.Context(command)
+    context = click.Context(command, **command.context_settings)
     try:
-        given, _, _ = command.make_parser(context).parse_args([word for word in words if word != "..."])
+        given, rest, _ = command.make_parser(context).parse_args([word for word in words if word != "..."])
         for parameter in command.params if typed else ():
             value = given.get(str(parameter.name))
             if not isinstance(value, str | bool | list | tuple) or value in ((), []):
@@ -150,7 +150,8 @@ def misuse_of_click(command: click.Command, words: list[str], *, typed: bool) ->
                 parameter.type_cast_value(context, value)
     except click.ClickException as error:
         return error.format_message()
-    return ""
+    unknown = [word for word in rest if word.startswith("--") and word not in driver_flags()]
+    return f"No such option: {unknown}" if unknown else ""
 
 
 def misuse_of_driver(flags: list[str]) -> str:

@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from megatron_flags import judged, model_of, parser
+from megatron_flags import judged, model_of
 
 from moe_ckpt.commands.main import commands
 from moe_ckpt.simulator.models import preset
@@ -20,11 +19,6 @@ from .test_examples import EXAMPLES, Job, calls_of, flags_in, quoted, ranks_of, 
 ON_DRIVER = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "mixtral-8x22b": "Mixtral-8x22B"}
 ON_SCRIPT = {"deepseek-v3": 128, "deepseek-v3-lite": 2}
 MOST_BUBBLES = 0.1
-NUMBERS = (
-    *("num_layers hidden_size ffn_hidden_size num_attention_heads num_experts moe_router_topk".split()),
-    *("moe_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank".split()),
-    *("qk_head_dim qk_pos_emb_head_dim v_head_dim".split()),
-)
 
 
 def bubbles(pp: int, virtual: int, microbatches: int) -> float:
@@ -93,25 +87,18 @@ def virtual_stages(flags: dict[str, str], pp: int) -> int:
 
 
 @pytest.mark.parametrize("example", ON_SCRIPT)
-def test_flags_of_a_deepseek_are_a_model_that_the_planner_takes_on_its_nodes(example: str, tmp_path: Path) -> None:
+def test_flags_of_a_deepseek_are_a_model_that_the_planner_takes_on_its_nodes(example: str) -> None:
     flags = flags_of(example)
-    given = {name: flags[f"--{name.replace('_', '-')}"] for name in NUMBERS if f"--{name.replace('_', '-')}" in flags}
-    pattern = parser().parse_args(["--moe-layer-freq", flags["--moe-layer-freq"]]).moe_layer_freq
-    model: dict[str, Any] = {name: int(value) for name, value in given.items()}
-    model |= {"vocab_size": 129280, "moe_layer_freq": pattern, "gated_linear_unit": True}
-    model |= {"untie_embeddings_and_output_weights": True, "multi_latent_attention": True}
-    (tmp_path / "model.json").write_text(json.dumps(model))
-    pp, ep = int(flags.get("--pipeline-model-parallel-size", "1")), int(flags["--expert-model-parallel-size"])
-    ranks = 8 * ON_SCRIPT[example]
-    layout = ["--pp", str(pp), "--ep", str(ep), "--world-size", str(ranks)]
-    budget = ["--budget-local-gbps", "50", "--iteration-time", "5", "--json"]
+    pp, ranks = int(flags.get("--pipeline-model-parallel-size", "1")), 8 * ON_SCRIPT[example]
+    job = [word for flag, value in flags.items() for word in (flag, value) if word]
+    asked = ["--world-size", str(ranks), "--vocab-size", "129280", "--cluster", "h100-dgx"]
     said = CliRunner().invoke(
-        commands, ["plan", "window", "--model", str(tmp_path / "model.json"), *layout, *budget], catch_exceptions=False
+        commands, ["plan", *job, *asked, "--moe-ckpt-persist-dir", "d", "--json"], catch_exceptions=False
     )
     assert said.exit_code == 0
     plan = json.loads(said.output)
-    assert plan["window"] == 1 and plan["fits"]
-    assert plan["snapshots_and_replicas_on_a_node_bytes"] < 2e12
+    assert plan["window"] == 1 and not plan["does_not_fit"]
+    assert plan["memory_of_a_node_bytes"] < 1e12
     if example == "deepseek-v3":
         assert plan["parameters"] == preset("DeepSeek-V3-671B").total_parameters
     virtual = virtual_stages(flags, pp)

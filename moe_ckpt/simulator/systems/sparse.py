@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule
-from megatron.core.dist_checkpointing.moe.strategies import Costs, Throughput
+from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughput
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplaySegment, SnapshotPlan, Window
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..cost import operator_flops
 from ..driver import Driver, plan_bytes, strategy_job
 from ..inputs import TrainingJob
-from ..prediction import Figures, replay_s
+from ..prediction import replay_s
 from ..shards import owned_operators, shard_sizes
 from .links import Replicas, SystemSetting
 
 Stages = tuple[int, ...]
 
 _NOTHING: frozenset[OperatorId] = frozenset()
-_SETTLED, _LONGEST = 20, 400
+SETTLED, LONGEST = 20, 400
 """Iterations without another window that make it the one that stays, and after which any does."""
 
 
@@ -95,25 +95,30 @@ def settled_window(
     config = MoECheckpointConfig(strategy="sparse", window="auto" if window is None else str(window))
     job = strategy_job(training.shape, training.topology, training.precision, config, tokens=training.tokens)
     counts = token_counts(training, popularity)
+    driver = Driver(
+        job,
+        lambda iteration: counts,
+        pace=Throughput(setting.iteration_s, setting.host_bytes_per_s),
+        costs=expected_costs(setting, job, replicas),
+    )
+    plans, since = _next_window(driver), driver.iteration
+    while driver.iteration - since < SETTLED and driver.iteration < LONGEST:
+        before, plans = plans, _next_window(driver)
+        if [plan.parts for plan in plans] != [plan.parts for plan in before]:
+            since = driver.iteration
+    setting.settled[asked] = plans
+    return plans
+
+
+def expected_costs(setting: SystemSetting, job: Job, replicas: int) -> Callable[[SnapshotPlan], Costs]:
+    """What a job measures of each snapshot: replicas take as long as links need while training leaves these alone."""
     free = max(setting.free_s / setting.iteration_s, 1e-9)
 
     def costs(plan: SnapshotPlan) -> Costs:
         nbytes = max(plan_bytes(plan, sizes) for sizes in job.sizes.values())
         return Costs(setting.iteration_s, 0.0, nbytes / (setting.peer_bytes_per_s(replicas) * free))
 
-    driver = Driver(
-        job,
-        lambda iteration: counts,
-        pace=Throughput(setting.iteration_s, setting.host_bytes_per_s),
-        costs=costs,
-    )
-    plans, since = _next_window(driver), driver.iteration
-    while driver.iteration - since < _SETTLED and driver.iteration < _LONGEST:
-        before, plans = plans, _next_window(driver)
-        if [plan.parts for plan in plans] != [plan.parts for plan in before]:
-            since = driver.iteration
-    setting.settled[asked] = plans
-    return plans
+    return costs
 
 
 def _next_window(driver: Driver) -> list[SnapshotPlan]:
@@ -185,19 +190,9 @@ class ReplayCost:
 
     def _policy(self, stages: Stages, frozen: list[frozenset[OperatorId]]) -> float:
         segment = ReplaySegment(stages, 0, len(frozen), tuple(frozen))
-        return replay_s(segment, self._setting.job.topology, self._figures, self._work)
-
-    @cached_property
-    def _figures(self) -> Figures:
         setting = self._setting
-        return Figures(
-            setting.iteration_s,
-            setting.job.microbatches,
-            memory_bytes_per_s=setting.host_bytes_per_s,
-            peer_bytes_per_s=setting.fetch_bytes_per_s,
-            storage_bytes_per_s=setting.cluster.storage_bytes_per_s,
-            frozen_saves=setting.constants.frozen_saves,
-        )
+        saves = setting.constants.frozen_saves
+        return replay_s(segment, setting.job.topology, setting.iteration_s, setting.job.microbatches, self._work, saves)
 
     @cached_property
     def _work(self) -> dict[int, dict[OperatorId, float]]:

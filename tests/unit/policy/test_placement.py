@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from itertools import count
 from math import lcm
 
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
-from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
-from moe_ckpt.simulator.replicas import coverage, redundant_part, replica_bytes, surviving
+from megatron.core.dist_checkpointing.moe.types import ModelShape, Topology
+from moe_ckpt.simulator.replicas import coverage, surviving
 
 SMALL = ModelShape("small", 4, 16, 2, 64, 64, 8, 1)
 
@@ -105,10 +104,6 @@ def largest_flow(flow: dict[object, dict[object, int]]) -> int:
 def least_possible_load(topology: Topology, r: int) -> int:
     sizes = tuple(sorted(map(len, topology.ranks_by_node.values())))
     return next(load for load in count(r) if feasible(sizes, r, load))
-
-
-def most_kept(placement: Placement) -> int:
-    return max(map(len, placement.kept_by))
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -205,6 +200,16 @@ def test_the_same_topology_gives_the_same_placement_whatever_its_nodes_are_calle
     assert place_replicas(topology, r).peers == place_replicas(again, r).peers
 
 
+def in_expert_group(placement: Placement, topology: Topology) -> int:
+    """Replicas on expert-data-parallel peers of their owner."""
+    groups = [topology.expert_data_parallel_peers(rank) for rank in range(topology.world_size)]
+    return sum(peer in groups[owner] for owner, peers in enumerate(placement.peers) for peer in peers)
+
+
+def most_kept(placement: Placement) -> int:
+    return max(map(len, placement.kept_by))
+
+
 def test_expert_data_parallel_peers_come_before_data_parallel_ones_before_other_stages() -> None:
     # Two stages of four nodes; experts are spread over two nodes, so that rank 0 shares its own with rank 16 only.
     topology = Topology(64, pp=2, ep=16)
@@ -217,29 +222,30 @@ def test_expert_data_parallel_peers_come_before_data_parallel_ones_before_other_
 
 def test_replicas_stay_in_the_expert_group_on_nodes_that_straddle_stages() -> None:
     topology = Topology(80, pp=2, ep=4, ranks_per_node=16)
-    facts = coverage(place_replicas(topology, 1), topology)
-    assert facts.expert_group == 80
-    assert facts.same_node == 0
+    placement = place_replicas(topology, 1)
+    assert in_expert_group(placement, topology) == 80
+    assert coverage(placement).same_node == 0
 
 
 def test_as_many_replicas_go_to_the_group_as_it_has_room_for_when_groups_overlap_on_nodes() -> None:
     # Stages of six ranks: four on a node of their own, two on the node in between; one replica on each rank.
     topology = Topology(12, pp=2, ranks_per_node=4)
-    facts = coverage(place_replicas(topology, 1), topology)
-    assert (facts.expert_group, facts.elsewhere, facts.most_kept) == (8, 4, 1)
+    placement = place_replicas(topology, 1)
+    assert (in_expert_group(placement, topology), most_kept(placement)) == (8, 1)
 
 
 def test_blocks_of_different_numbers_of_nodes_are_no_regular_layout() -> None:
     # Two stages have two nodes each, the other two share four nodes.
     nodes = (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, *(4, 4, 5, 5, 6, 6, 7, 7) * 2)
     topology = Topology(32, pp=4, nodes=nodes)
-    facts = coverage(place_replicas(topology, 1), topology)
-    assert (facts.expert_group, facts.most_kept, facts.same_node) == (32, 1, 0)
+    placement = place_replicas(topology, 1)
+    assert (in_expert_group(placement, topology), most_kept(placement)) == (32, 1)
+    assert coverage(placement).same_node == 0
 
 
 def test_expert_peers_come_first_on_irregular_nodes_too() -> None:
     topology = Topology(96, pp=2, ep=8, ranks_per_node=7)
-    assert coverage(place_replicas(topology, 1), topology).expert_group == 96
+    assert in_expert_group(place_replicas(topology, 1), topology) == 96
 
 
 @settings(deadline=None)
@@ -280,7 +286,7 @@ def test_no_replicas_are_no_peers() -> None:
     placement = place_replicas(Topology(3, ranks_per_node=1), 0)
     assert placement.peers == ((), (), ())
     assert placement.r == 0
-    assert coverage(placement, Topology(3, ranks_per_node=1)).fatal_nodes == 1
+    assert coverage(placement).fatal_nodes == 1
 
 
 def test_a_world_of_one_rank_can_have_no_replicas() -> None:
@@ -316,7 +322,7 @@ def test_no_smaller_loss_than_the_fatal_one_loses_anything_and_one_of_that_size_
     case: tuple[Topology, int, Placement], data: st.DataObject
 ) -> None:
     topology, _, placement = case
-    facts = coverage(placement, topology)
+    facts = coverage(placement)
     nodes = sorted(topology.ranks_by_node)
     fewer = data.draw(st.permutations(nodes))[: facts.fatal_nodes - 1]
     assert surviving(placement, fewer).lost == ()
@@ -327,129 +333,18 @@ def test_no_smaller_loss_than_the_fatal_one_loses_anything_and_one_of_that_size_
 
 def test_with_enough_nodes_it_takes_one_more_node_than_replicas_to_lose_anything() -> None:
     topology = Topology(64, pp=2, ep=8)
-    facts = coverage(place_replicas(topology, 2), topology)
-    assert (facts.fatal_nodes, facts.same_node, facts.least_kept, facts.most_kept) == (3, 0, 2, 2)
-    assert facts.expert_group + facts.dense_group + facts.elsewhere == 128
-    assert facts.expert_group == 128
+    placement = place_replicas(topology, 2)
+    facts = coverage(placement)
+    assert (facts.fatal_nodes, facts.same_node, most_kept(placement)) == (3, 0, 2)
+    assert in_expert_group(placement, topology) == 128
 
 
 def test_replicas_on_the_own_node_are_counted_as_such() -> None:
-    facts = coverage(place_replicas(Topology(4), 2), Topology(4))
+    facts = coverage(place_replicas(Topology(4), 2))
     assert (facts.fatal_nodes, facts.same_node) == (1, 8)
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "is_expert", "part"),
-    [
-        (0, False, Part.EVERYTHING),
-        (0, True, Part.EVERYTHING),
-        (1, False, Part.COMPUTE),
-        (2, True, Part.COMPUTE),
-        (3, False, Part.NOTHING),
-        (3, True, Part.NOTHING),
-    ],
-)
-def test_data_parallel_peers_hold_what_zero_does_not_shard(zero_stage: int, is_expert: bool, part: Part) -> None:
-    assert redundant_part(zero_stage, is_expert, 4, 2) == part
-
-
-def test_nothing_is_redundant_without_a_peer_of_that_group() -> None:
-    assert redundant_part(0, True, 8, 1) == Part.NOTHING
-    assert redundant_part(0, False, 1, 8) == Part.NOTHING
-    assert redundant_part(0, False, 8, 1) == Part.EVERYTHING
-
-
-# Four nodes of two ranks, ep 2: each rank answers for an eighth of non-experts and a quarter of its half of experts.
-FOUR_NODES = Topology(8, ep=2, ranks_per_node=2)
-SHARED = sum(-(-n // 8) for operator, n in SMALL.parameters.items() if not operator.is_expert)
-EXPERTS = sum(-(-n // 4) for operator, n in SMALL.parameters.items() if operator.is_expert) // 2
-
-
-@pytest.mark.parametrize(("zero_stage", "bytes_per_parameter"), [(0, 0), (1, 12), (2, 12), (3, 14)])
-def test_each_replica_sends_what_no_peer_holds_anyway(zero_stage: int, bytes_per_parameter: int) -> None:
-    found = replica_bytes(SMALL, FOUR_NODES, FP16_FP32, zero_stage, place_replicas(FOUR_NODES, 2))
-    assert found.snapshot_bytes == ((SHARED + EXPERTS) * 14,) * 8
-    assert found.sent_bytes == found.kept_bytes == ((SHARED + EXPERTS) * bytes_per_parameter * 2,) * 8
-    assert found.node_bytes == dict.fromkeys(range(4), 2 * (SHARED + EXPERTS) * (14 + 2 * bytes_per_parameter))
-
-
-def test_a_full_part_has_no_compute_weights_to_leave_out() -> None:
-    found = replica_bytes(SMALL, FOUR_NODES, FP16_FP32, 1, place_replicas(FOUR_NODES, 1), part=Part.MASTER_AND_MOMENTS)
-    assert found.sent_bytes == ((SHARED + EXPERTS) * 12,) * 8
-
-
-def test_peers_on_the_same_node_protect_nothing_so_that_redundant_state_is_sent() -> None:
-    # Two stages, each alone on a node: all peers of a group sit together.
-    topology = Topology(8, pp=2, ranks_per_node=4)
-    placement = place_replicas(topology, 1)
-    sent = [replica_bytes(SMALL, topology, FP16_FP32, stage, placement).sent_bytes for stage in range(4)]
-    assert sent[0] == sent[1] == sent[2] == sent[3]
-    assert min(sent[0]) > 0
-
-
-def test_redundant_state_is_sent_only_for_the_copies_that_its_group_lacks() -> None:
-    # Each stage has two nodes, so that with three replicas two more nodes need a copy of what the group shares.
-    topology = Topology(8, pp=2, ranks_per_node=2)
-    placement = place_replicas(topology, 3)
-    by_stage = [replica_bytes(SMALL, topology, FP16_FP32, stage, placement).sent_bytes for stage in range(4)]
-    shares = [sent // 14 // 3 for sent in by_stage[3]]
-    assert by_stage[0] == tuple(share * 14 * 2 for share in shares)
-    assert by_stage[1] == tuple(share * (12 * 3 + 2 * 2) for share in shares)
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(placed(), st.integers(0, 3))
-def test_what_is_sent_is_kept_and_everything_has_its_memory(
-    case: tuple[Topology, int, Placement], zero_stage: int
-) -> None:
-    topology, r, placement = case
-    shape = ModelShape("any", 3, 8, 2, 20, 12, 6, 1)
-    found = replica_bytes(shape, topology, FP16_FP32, zero_stage, placement)
-    assert sum(found.sent_bytes) == sum(found.kept_bytes) <= r * sum(found.snapshot_bytes)
-    assert sum(found.node_bytes.values()) == sum(found.snapshot_bytes) + sum(found.kept_bytes)
-    total = shape.total_parameters * FP16_FP32.bytes_per_parameter(Part.EVERYTHING)
-    assert sum(found.snapshot_bytes) >= total
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(placed(), st.integers(0, 3))
-def test_every_component_ends_on_as_many_nodes_as_replicas_ask_for(
-    case: tuple[Topology, int, Placement], zero_stage: int
-) -> None:
-    topology, r, placement = case
-    shape = ModelShape("dense", 3, 8, 2, 20, 12)
-    found = replica_bytes(shape, topology, FP16_FP32, zero_stage, placement)
-    for owner, sent in enumerate(found.sent_bytes):
-        group = {topology.node(rank) for rank in topology.data_parallel_peers(owner)}
-        per_parameter = found.snapshot_bytes[owner] // 14
-        redundant = FP16_FP32.bytes_per_parameter(
-            redundant_part(zero_stage, False, topology.dp * topology.cp, topology.edp)
-        )
-        outside = sum(topology.node(peer) not in group for peer in placement.peers[owner])
-        copies = min(outside, max(0, r + 1 - len(group)))
-        assert sent == per_parameter * ((14 - redundant) * r + redundant * copies)
 
 
 @pytest.mark.parametrize("replicas", [-1, 8, 9])
 def test_more_replicas_than_other_ranks_are_refused_with_the_range(replicas: int) -> None:
     with pytest.raises(UsageError, match=f"replicas is {replicas}, but must be from 0 to world_size - 1 = 7"):
         place_replicas(Topology(8), replicas)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "sentence"),
-    [
-        (lambda: redundant_part(4, False, 2, 2), "zero_stage is 4, but must be from 0 to 3"),
-        (
-            lambda: replica_bytes(SMALL, Topology(4), FP16_FP32, 1, place_replicas(Topology(8), 1)),
-            "placement is for 8 ranks, but world_size is 4",
-        ),
-        (
-            lambda: replica_bytes(SMALL, Topology(8, pp=8), FP16_FP32, 1, place_replicas(Topology(8, pp=8), 1)),
-            "4 layers cannot fill",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(attempt: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        attempt()

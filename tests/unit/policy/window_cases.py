@@ -40,6 +40,11 @@ def scheduled(sizes: Sizes, budget: int, window: int | None = None) -> Schedule:
     return byte_aware_schedule(list(sizes), sizes, budget, window=window)
 
 
+def even_share_bytes(schedule: Schedule) -> int:
+    """Bytes of each snapshot if all had the same, rounded up."""
+    return -(-sum(schedule.load_bytes) // len(schedule.load_bytes))
+
+
 def even_budget(sizes: Sizes, operators: Iterable[OperatorId], window: int) -> int:
     """5 % more than each of `window` snapshots would need if operators could be cut at will."""
     return math.ceil(fluid_bound([sizes[operator] for operator in operators], window) * Fraction(21, 20))
@@ -63,7 +68,8 @@ def alone_with_due_weights(schedule: Schedule, sizes: Sizes) -> int:
 
 
 def is_even(schedule: Schedule, sizes: Sizes) -> bool:
-    return schedule.peak_bytes * 10 <= max(schedule.even_share_bytes * 11, alone_with_due_weights(schedule, sizes) * 10)
+    even = even_share_bytes(schedule)
+    return schedule.peak_bytes * 10 <= max(even * 11, alone_with_due_weights(schedule, sizes) * 10)
 
 
 @st.composite

@@ -51,11 +51,6 @@ class ShardAssignment:
         return max(self.bytes_by_rank)
 
     @property
-    def bottleneck_rank(self) -> int:
-        """The lowest of the ranks that save most."""
-        return self.bytes_by_rank.index(self.bottleneck_bytes)
-
-    @property
     def imbalance(self) -> float:
         """Bytes of the bottleneck rank over the mean of all ranks; 1.0 is even, and so is an empty checkpoint."""
         return self.bottleneck_bytes * len(self.bytes_by_rank) / self.total_bytes if self.total_bytes else 1.0

@@ -60,11 +60,6 @@ class Schedule:
         return self.peak_bytes <= self.budget_bytes
 
     @property
-    def even_share_bytes(self) -> int:
-        """Bytes of each snapshot if all had the same, rounded up."""
-        return -(-sum(self.load_bytes) // len(self.load_bytes))
-
-    @property
     def stall_bytes(self) -> tuple[int, ...]:
         """Bytes of each snapshot for which training has to wait: known before the window begins."""
         return tuple(max(load - self.budget_bytes, 0) for load in self.load_bytes)

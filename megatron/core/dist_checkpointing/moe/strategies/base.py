@@ -183,9 +183,6 @@ class Strategy(ABC):
     selects: ClassVar[bool] = False
     """Whether a snapshot may hold the state of some experts and not that of others."""
 
-    at_intervals: ClassVar[bool] = True
-    """Whether `--moe-ckpt-interval` says when a snapshot is taken."""
-
     follows_steps: ClassVar[bool] = False
     """Whether peers can make a snapshot from the one before: what both hold of an operator is its whole state."""
 

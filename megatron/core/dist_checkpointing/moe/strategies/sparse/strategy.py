@@ -113,7 +113,7 @@ class Sparse(Strategy):
     """
 
     replays = True
-    at_intervals = False
+    settings = ("window", "ordering", "reorder_", "replay_")
 
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:

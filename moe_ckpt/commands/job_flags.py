@@ -1,0 +1,415 @@
+"""The flags of a training job, as `moe-ckpt plan`, `simulate run` and `advise` take them, and its machines."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags, from_namespace
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
+from megatron.core.dist_checkpointing.moe.types import PRECISIONS, ModelShape, Topology
+from moe_ckpt.report import Report, show
+
+from ..simulator.clusters import cluster as preset_cluster
+from ..simulator.clusters import load_cluster, presets
+from ..simulator.constants import COMEBACKS, THIS_PROJECT
+from ..simulator.cost import MEGATRON_UTILISATION, iteration_cost
+from ..simulator.flags import systems_of
+from ..simulator.inputs import Cluster, TokenDispatch, TrainingJob
+from ..simulator.profiles import load_profile
+from ..simulator.systems import SYSTEMS
+from ..simulator.systems.links import SystemSetting
+from .from_job import measured
+from .model_file import load_model
+from .values import Duration, Rate
+
+LARGEST = 1_000_000
+"""More ranks than any cluster has; what is planned for is listed rank by rank."""
+
+LAYOUT = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+}
+"""Megatron's names for parallel sizes, by the short ones that people say."""
+
+SHARED = {
+    "Model and layout": ("model", "precision", *LAYOUT, "vpp", "world_size", "ranks_per_node"),
+    "Batch and cluster": (
+        *("global_batch_size", "micro_batch_size", "seq_length", "overlaps", "once_per_node", "nodes_per_token"),
+        *("cluster_name", "profile", "job_file", "iteration_time_s", "comeback", "restart_s", "host_gbps", "peer_gbps"),
+    ),
+    "Output": ("rows", "as_json"),
+}
+"""Parameters that all of these commands have, by the heading under which `--help` shows them."""
+
+
+@dataclass(frozen=True)
+class JobFlags:
+    """What the flags of a job say.
+
+    setting: the job on its cluster. config: the `--moe-ckpt-*` flags. frozen_experts: `--freeze-experts`. unused: flags
+    of the job that change nothing here.
+    """
+
+    setting: SystemSetting
+    config: MoECheckpointConfig
+    frozen_experts: bool = False
+    unused: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return self.setting.job.shape
+
+    @property
+    def topology(self) -> Topology:
+        """The layout of ranks."""
+        return self.setting.job.topology
+
+
+def job_command(help: str) -> Callable[[Callable[..., Report]], click.Command]:
+    """Make a command of a function that takes JobFlags and its own options and returns a Report."""
+
+    def decorate(function: Callable[..., Report]) -> click.Command:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            as_json, rows = given.pop("as_json"), given.pop("rows")
+            shared = {name: given.pop(name) for names in SHARED.values() for name in names if name in given}
+            report = function(read_flags(shared, click.get_current_context().args), **given)
+            show(report, as_json, rows or None)
+
+        for option in reversed(tuple(_shared())):
+            command = option(command)
+        settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+        return click.command(cls=JobCommand, help=help, context_settings=settings)(command)
+
+    return decorate
+
+
+class JobCommand(click.Command):
+    """Shows its own options first, then those that describe a job."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As `click.Command.format_options`, in groups."""
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SHARED)}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                titles = (title for title, names in SHARED.items() if parameter.name in names)
+                sections[next(titles, "Options")].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class _Whole(click.ParamType):  # type: ignore[type-arg]
+    """A whole number in a range."""
+
+    name = "integer"
+
+    def __init__(self, minimum: int, maximum: int) -> None:
+        self.minimum, self.maximum = minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        number = int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 20 else None
+        if number is None or not self.minimum <= number <= self.maximum:
+            self.fail(f"{text} must be a whole number from {self.minimum} to {self.maximum}", param, ctx)
+        return number
+
+
+def number(
+    *names: str,
+    default: int | None,
+    help: str,
+    minimum: int = 1,
+    maximum: int = LARGEST,
+    metavar: str = "N",
+    show_default: bool = False,
+) -> Callable[..., Any]:
+    """A flag for a whole number."""
+    kind = _Whole(minimum, maximum)
+    return click.option(*names, type=kind, default=default, metavar=metavar, show_default=show_default, help=help)
+
+
+def _time(*names: str, help: str) -> Callable[..., Any]:
+    return click.option(*names, type=Duration(), metavar="TIME", help=help)
+
+
+def _rate(name: str, help: str) -> Callable[..., Any]:
+    return click.option(name, type=Rate(), metavar="GB/S", help=help)
+
+
+def _file(*names: str, help: str) -> Callable[..., Any]:
+    return click.option(*names, type=click.Path(path_type=Path), metavar="FILE", help=help)
+
+
+def _shared() -> Iterator[Callable[..., Any]]:
+    yield click.option(
+        "--model", metavar="NAME|FILE", help="A preset or a JSON file with its shape [default: from --num-layers etc.]."
+    )
+    yield click.option("--precision", type=click.Choice(list(PRECISIONS)), default="fp16-fp32", show_default=True)
+    for short, long in LAYOUT.items():
+        about = "By default the tensor-parallel size." if short == "etp" else "Default 1."
+        yield number(f"--{long}", f"--{short}", short, default=None if short == "etp" else 1, help=about)
+    virtual = ("--num-virtual-stages-per-pipeline-rank", "--virtual-stages", "--vpp", "vpp")
+    yield number(*virtual, default=1, help="Virtual stages per pipeline rank. Default 1.")
+    yield number("--world-size", default=None, help="Ranks; by default the fewest that the degrees need.")
+    yield number("--ranks-per-node", default=8, help="Ranks of one failure domain.", show_default=True)
+    yield number("--global-batch-size", default=512, show_default=True, help="Samples of an iteration.")
+    yield number("--micro-batch-size", default=1, show_default=True, help="Samples of a rank's microbatch.")
+    yield number("--seq-length", default=2048, show_default=True, help="Tokens of a sample.")
+    as_megatron = "As Megatron's flag of this name."
+    yield click.option("--overlap-moe-expert-parallel-comm", "overlaps", is_flag=True, help=as_megatron)
+    yield click.option("--moe-enable-deepep", "once_per_node", is_flag=True, help=as_megatron)
+    yield number("--moe-router-group-topk", "nodes_per_token", default=None, help="Nodes that a token goes to at most.")
+    yield click.option(
+        "--cluster",
+        "cluster_name",
+        default="azure-nc96ads-a100",
+        show_default=True,
+        metavar="NAME|FILE",
+        help=f"A preset ({', '.join(presets())}), or a JSON file with the same fields.",
+    )
+    yield _file("--profile", help="What `moe-ckpt profile` measured, instead of a cluster.")
+    yield _file(
+        "--from",
+        "job_file",
+        help="--metrics-jsonl of a job that ran: its iteration time, rates and restarts count.",
+    )
+    yield _time(
+        "--iteration-time",
+        "iteration_time_s",
+        help="Of training without checkpoints [default: estimated by a roofline].",
+    )
+    yield _rate("--host-gbps", help="What copies from a GPU to host memory reach [default: of the cluster].")
+    yield _rate("--peer-gbps", help="What copies from a rank to other nodes reach [default: of the cluster].")
+    yield click.option(
+        "--restart-mode",
+        "comeback",
+        type=click.Choice(list(COMEBACKS)),
+        default="cold",
+        show_default=True,
+        help="How processes come back: as new ones, from standbys, or in place.",
+    )
+    yield _time(
+        "--restart",
+        "restart_s",
+        help="Until all run again: restart + rendezvous + build of a timeline [default: by ranks and mode].",
+    )
+    yield number("--rows", default=10, minimum=0, help="Rows of a table to print; 0 prints all.", show_default=True)
+    yield click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, plain numbers.")
+
+
+def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
+    """The job of these parameters and of the other words of its command line.
+
+    Raises UsageError for values that no job can have, for a batch that does not fit the layout, and for no such
+    cluster or model; UnreadableCheckpoint for a `--from` that no job wrote.
+    """
+    parser = _job_parser()
+    try:
+        args, left = parser.parse_known_args(others)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error).replace("argument ", "", 1)) from None
+    unused = tuple(_unused(left, parser))
+    config = from_namespace(MoECheckpointConfig, args, MoECheckpointConfig.PREFIX)
+    degrees = {name: given.pop(name) for name in (*LAYOUT, "vpp")}
+    model, precision = given.pop("model"), PRECISIONS[given.pop("precision")].exact()
+    shape = _shape(model, args, degrees["tp"])
+    world = given.pop("world_size")
+    if world is None:
+        world = degrees["pp"] * math.lcm(
+            degrees["tp"] * degrees["cp"], (degrees["etp"] or degrees["tp"]) * degrees["ep"]
+        )
+    topology = Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node"))
+    frozen = "freeze_experts" in args
+    if frozen and not shape.moe_layers:
+        raise UsageError(f"--freeze-experts: model {shape.name} has no experts to freeze")
+    batch, seq_length = _batch(given, topology), given.pop("seq_length")
+    exchange = TokenDispatch(*(given.pop(name) for name in ("overlaps", "once_per_node", "nodes_per_token")))
+    training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange)
+    return JobFlags(_setting(training, **given), config, frozen, unused)
+
+
+def _batch(given: dict[str, Any], topology: Topology) -> tuple[int, int]:
+    """Samples of an iteration, and microbatches of a pipeline."""
+    batch, micro = given.pop("global_batch_size"), given.pop("micro_batch_size")
+    if batch % (micro * topology.dp):
+        raise UsageError(
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x"
+            f" {topology.dp} data-parallel ranks = {micro * topology.dp}"
+        )
+    return batch, batch // (micro * topology.dp)
+
+
+def _setting(
+    training: TrainingJob,
+    cluster_name: str,
+    profile: Path | None,
+    job_file: Path | None,
+    iteration_time_s: float | None,
+    comeback: str,
+    restart_s: float | None,
+    host_gbps: float | None,
+    peer_gbps: float | None,
+) -> SystemSetting:
+    """The job on its cluster; what is given counts before what a job measured, and that before what is estimated."""
+    constants = replace(THIS_PROJECT, comeback=comeback)
+    if profile is None:
+        cluster = _cluster(cluster_name)
+        setting = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
+    else:
+        setting = load_profile(profile).setting(training, constants)
+    if job_file is not None:
+        setting = measured(job_file).applied(setting, replicas=constants.replicas)
+    if iteration_time_s is not None:
+        setting = replace(setting, cost=setting.cost.lasting(iteration_time_s))
+    if restart_s is not None:
+        setting = replace(setting, constants=replace(setting.constants, restart_s=restart_s))
+    setting = _reached(setting, "host_link_bytes_per_s", "host_share", host_gbps)
+    return _reached(setting, "inter_node_bytes_per_s", "network_share", peer_gbps)
+
+
+def _reached(setting: SystemSetting, link: str, share: str, gbps: float | None) -> SystemSetting:
+    """The same where copies reach this rate of a link."""
+    if gbps is None:
+        return setting
+    rate = gbps * 1e9
+    carries = max(rate, getattr(setting.cluster, link))
+    return replace(
+        setting,
+        cluster=replace(setting.cluster, **{link: carries}),
+        constants=replace(setting.constants, **{share: rate / carries}),
+    )
+
+
+def _cluster(name: str) -> Cluster:
+    is_file = name.casefold() not in presets() and (Path(name).suffix or len(Path(name).parts) > 1)
+    return load_cluster(Path(name)) if is_file else preset_cluster(name)
+
+
+@functools.cache
+def _job_parser() -> argparse.ArgumentParser:
+    """Knows the flags of a model and of checkpoints."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    choices = {"strategy": ("none", *STRATEGIES)}
+    add_flags(parser, MoECheckpointConfig, "checkpoints", MoECheckpointConfig.PREFIX, choices)
+    for flag, kind in _MODEL_FLAGS.items():
+        options = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(flag, default=argparse.SUPPRESS, **options)
+    return parser
+
+
+def _kind(field: Any) -> type[Any]:
+    return {"bool": bool, "str": str}.get(str(field.type), int)
+
+
+_MODEL_FLAGS: dict[str, type[Any]] = {
+    f"--{field.name.replace('_', '-')}": _kind(field)
+    for field in fields(ModelShape)
+    if field.name not in ("name", "note", "moe_layer_freq", "gated_linear_unit", "add_bias_linear")
+} | {
+    "--moe-layer-freq": str,
+    "--swiglu": bool,
+    "--disable-bias-linear": bool,
+    "--group-query-attention": bool,
+    "--position-embedding-type": str,
+    "--make-vocab-size-divisible-by": int,
+    "--freeze-experts": bool,
+}
+
+
+def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
+    """The model that was named, with what the job's flags say of it; without a name, the one of these flags."""
+    given = {field.name: getattr(args, field.name) for field in fields(ModelShape) if field.name in args}
+    if model is not None:
+        given.pop("max_position_embeddings", None)  # a preset says whether they are learned
+        given.pop("vocab_size", None)
+    elif missing := [name for name in _NEEDED if name not in given]:
+        raise UsageError(f"--{missing[0].replace('_', '-')} is missing: give it, or a model with --model NAME|FILE")
+    if "moe_layer_freq" in given:
+        given["moe_layer_freq"] = _layer_pattern(given["moe_layer_freq"])
+    if model is not None:
+        return replace(load_model(model), **given)
+    # Megatron's own defaults, where a flag says the contrary.
+    divisible = getattr(args, "make_vocab_size_divisible_by", 128) * tp
+    given |= {
+        "vocab_size": -(-given["vocab_size"] // divisible) * divisible,
+        "ffn_hidden_size": given.get("ffn_hidden_size", 4 * given["hidden_size"]),
+        "gated_linear_unit": "swiglu" in args,
+        "add_bias_linear": "disable_bias_linear" not in args,
+        "normalization": given.get("normalization", "LayerNorm"),
+        "num_query_groups": given.get("num_query_groups", 1) if "group_query_attention" in args else None,
+    }
+    if getattr(args, "position_embedding_type", "learned_absolute") != "learned_absolute":
+        given["max_position_embeddings"] = 0
+    return ModelShape("of the job's flags", **given)
+
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+def _layer_pattern(text: str) -> int | tuple[int, ...]:
+    """Megatron's `--moe-layer-freq`: a number, or lists of 0 and 1, added and multiplied, such as ([0]*3+[1]*58)."""
+    if text.isdigit():
+        return int(text)
+    pattern: list[int] = []
+    for part in text.replace(" ", "").strip("()").split("+"):
+        found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", part)
+        if found is None:
+            raise UsageError(f"--moe-layer-freq {text} is neither a number nor a pattern such as ([0]*3+[1]*58)")
+        pattern += [int(digit) for digit in found[1].split(",")] * int(found[2] or 1)
+    return tuple(pattern)
+
+
+def _unused(left: list[str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The flags among these words, which a job has for other things. Raises UsageError for what no job has."""
+    if left and not left[0].startswith("-"):
+        raise UsageError(f"{left[0]!r} is no flag: give the flags of the job; one command shows the whole plan")
+    own = {name for option in click.get_current_context().command.params for name in option.opts}
+    known = sorted(own | parser._option_string_actions.keys())
+    for word in left:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--"):
+            continue
+        likely = difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
+        if likely or flag.startswith("--moe-ckpt-"):
+            hint = f"; did you mean {likely[0]}?" if likely else ""
+            raise UsageError(f"no such flag: {flag}{hint}")
+        yield flag
+
+
+def system_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flag for `chosen_systems`."""
+    return click.option(
+        "--system", "systems", type=click.Choice([*SYSTEMS, *STRATEGIES]), multiple=True,
+        help="A system, or a strategy's name; repeatable [default: all].",
+    )(function)  # fmt: skip
+
+
+def chosen_systems(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The systems that --system names, each once; all without one."""
+    return tuple(dict.fromkeys(name for word in words for name in systems_of(word))) or tuple(SYSTEMS)
+
+
+def checked_mtbf(setting: SystemSetting, mtbf_s: float) -> None:
+    """Raises UsageError for a mean time between faults in which no job comes back once."""
+    down_s = setting.constants.detect_s + setting.launch_s + setting.meet_s
+    if mtbf_s <= down_s:
+        raise UsageError(
+            f"--mtbf {mtbf_s:g}s is not longer than a restart takes ({down_s:.3g} s with its detection): it would never"
+            " train; say how long yours takes with --restart, or --restart-mode in-place"
+        )
