@@ -17,7 +17,7 @@ from moe_ckpt.dense.names import COMMON, TRACKER
 from moe_ckpt.report import Fact, Report, Table, table
 
 from .location import Inspection, age_of
-from .saves import SavedIteration, saved_iteration, saved_iterations, tracked
+from .saved_iterations import SavedIteration, saved_iteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
     from moe_ckpt.dense.dense import DenseCheckpoint

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.policy.ledger import LossRecord, TokenLedger
+from megatron.core.dist_checkpointing.moe.policy.losses import mlt, plt_moc, plt_pec
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
@@ -17,13 +20,13 @@ from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Fact, Report, Table, table
 
 from .location import age_of
-from .losses import Losses
 from .persist_dir import PersistDir
 from .slots import Slot, slots
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 _WINDOWS = "iterations | kind | snapshots:count | of:count | state | copies:count | size:bytes | age:seconds | job"
 _OPERATORS = "operator | part | size:bytes | iteration:count | ranks | held by | copies:count"
+_LOSSES = "fault after:count | went on from:count | lost tokens:count | PLT MoC:share | PLT PEC:share | MLT:share"
 _SLOTS = "node | job | local rank:count | area | owner | size:bytes | sealed:count | torn:count | being written:count"
 
 
@@ -203,3 +206,50 @@ def _standby(survey: Survey) -> Table:
         for (kind, rank, place), group in sorted(groups.items())
     )
     return table("Logs and parked states", "kind | rank:count | iterations | size:bytes | held by", rows)
+
+
+_SHARES = {"PLT MoC": plt_moc, "PLT PEC": plt_pec, "MLT": mlt}
+"""MoC eq. 7, PEC eq. 4, MOETION eq. 6."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The faults of one timeline, oldest first. tokens: of the planned training; topk: of each token; 0: unknown."""
+
+    records: tuple[LossRecord, ...]
+    tokens: int
+    topk: int
+
+    @classmethod
+    def newest(cls, holdings: Iterable[Holding]) -> Losses | None:
+        """Of the newest snapshot that has them; None where no strategy counted tokens."""
+        for held in sorted(holdings, key=lambda one: (-one.snapshot.iteration, one.snapshot.rank)):
+            remembered = cast("Mapping[str, Any]", held.stored.facts.scalars.get("strategy") or {})
+            if remembered.get("ledger"):
+                tokens, topk = remembered.get("planned", (0, 0))
+                return cls(TokenLedger.from_data(remembered["ledger"]).losses, tokens, topk)
+        return None
+
+    def facts(self) -> tuple[Fact, ...]:
+        """What all faults have cost, by the definitions of the papers."""
+        lost = self._sums(len(self.records))
+        return (
+            Fact("Lost tokens of all faults", sum(lost), "count"),
+            *(Fact(name, share, "share") for name, share in zip(_SHARES, self._shares(lost), strict=True)),
+        )
+
+    def table(self) -> Table:
+        """A row for each fault; shares are those of all faults up to it."""
+        rows = (
+            (one.fault_iteration, one.restored_iteration, sum(one.lost_tokens), *self._shares(self._sums(at + 1)))
+            for at, one in enumerate(self.records)
+        )
+        return table("Lost tokens", _LOSSES, rows)
+
+    def _sums(self, faults: int) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*(one.lost_tokens for one in self.records[:faults]), strict=True)))
+
+    def _shares(self, lost: tuple[int, ...]) -> tuple[float | None, ...]:
+        if not self.tokens:
+            return (None,) * len(_SHARES)
+        return tuple(float(share(lost or (0,), self.tokens, self.topk)) for share in _SHARES.values())

@@ -6,7 +6,7 @@ There are three kinds of places, and single pieces of two of them, each in a fil
     storage  StorageLocation, SnapshotLocation     a --moe-ckpt-persist-dir (folder or URL), one snapshot of it
     saves    SavesLocation, IterationLocation      a --save folder, one iteration of it
 
-`locate.locate` says which one a path or URL is. All of them answer the same questions, so commands ask no further.
+`places.locate` says which one a path or URL is. All of them answer the same questions, so commands ask no further.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ class CheckpointLocation(ABC):
         where the place cannot be read.
         """
         raise UsageError(f"{self.place} is one {self.kind.value}: give the folder it lies in")
+
+    def signable(self) -> tuple[Path, ...]:
+        """The iterations here that `sign` can sign. Raises UsageError for a place without any."""
+        raise UsageError(
+            f"{self.place} is {self.kind.value}: snapshots are signed by the job that makes them, or not at all"
+        )
 
     def state_view(self) -> StateView:
         """The one state at this place, as named values that `diff` compares. Raises UnreadableCheckpoint, StoreFailure.

@@ -1,8 +1,8 @@
-"""Dense checkpoints: a --save folder and its iterations, inspected, verified, and freed of older iterations.
+"""Dense checkpoints: a --save folder and its iterations, inspected, verified, signed, and freed of older iterations.
 
-What an iteration is, is judged by names and sizes of its files, without torch; verifying it and looking into it bring
-torch in, and Megatron-Core where a checkpoint has objects of its classes. gc keeps the newest iterations, those that
-hold experts for them, everything down to the newest one that was verified, and what is newer than the tracker says.
+Verifying them and looking into them bring torch in, and Megatron-Core where a checkpoint has objects of its classes. gc
+keeps the newest iterations, those that hold experts for them, everything down to the newest one that was verified, and
+what is newer than the tracker says.
 """
 
 from __future__ import annotations
@@ -11,27 +11,31 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import (
+    MoECheckpointError,
+    NewerFormat,
+    UnreadableCheckpoint,
+    UsageError,
+)
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense import integrity
-from moe_ckpt.dense.chain import read_chain, says_partial
+from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.integrity import Advance, unwatched
-from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, condemned, read_tracker
+from moe_ckpt.dense.names import ITERATION, STAGED, condemned
 
 from .files import last_written_s
+from .inspect_saves import iteration_report, saves_report
 from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .recognition import UNSUPPORTED, is_unsupported, recognize
+from .saved_iterations import SavedIteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
     from moe_ckpt.checkpoints.values import StateView
     from moe_ckpt.report import Report
-
-COMPLETE = "complete"
 
 _MERGING = re.compile(r"\.iter_\d{7,}\.merging")
 
@@ -56,9 +60,11 @@ class IterationLocation(DenseLocation):
 
     kind = LocationKind.ITERATION
 
-    def inspect(self, now_s: float) -> Inspection:
-        from .inspect_saves import iteration_report
+    def signable(self) -> tuple[Path, ...]:
+        """Itself."""
+        return (self.path,)
 
+    def inspect(self, now_s: float) -> Inspection:
         return iteration_report(self.path, now_s)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
@@ -73,9 +79,14 @@ class SavesLocation(DenseLocation):
 
     kind = LocationKind.SAVES
 
-    def inspect(self, now_s: float) -> Inspection:
-        from .inspect_saves import saves_report
+    def signable(self) -> tuple[Path, ...]:
+        """All complete iterations, oldest first. Raises UsageError where there is none."""
+        folders = tuple(saved.folder for saved in saved_iterations(self.path) if saved.is_complete)
+        if not folders:
+            raise UsageError(f"{self.place} has no complete iteration")
+        return folders
 
+    def inspect(self, now_s: float) -> Inspection:
         return saves_report(self.path, now_s)
 
     def verify(self, advance: Advance = unwatched) -> Verified:
@@ -96,86 +107,6 @@ class SavesLocation(DenseLocation):
         merging = (path for path in sorted(self.path.iterdir()) if _MERGING.fullmatch(path.name))
         items += [GcItem.left_over(path, "it is half-converted") for path in merging]
         return GcPlan(limits.applied(items, last_written_s(self.path), writer_of(self.place)), newest)
-
-
-@dataclass(frozen=True)
-class SavedIteration:
-    """One folder of a --save folder.
-
-    iteration: None for a release, which has none. written_s: when its last file was, in seconds since 1970.
-    state: COMPLETE as far as names say, or what is wrong with it. needs: older iterations that hold experts for it.
-    """
-
-    folder: Path
-    iteration: int | None
-    nbytes: int
-    written_s: float
-    state: str
-    needs: tuple[int, ...]
-    tracked: bool
-    has_integrity: bool
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether names say that it is whole."""
-        return self.state == COMPLETE
-
-
-def saved_iterations(root: Path) -> tuple[SavedIteration, ...]:
-    """All iterations in `root`, oldest first, half-written ones among them. Raises OSError."""
-    tracker = tracked(root)
-    found = []
-    for path in sorted(root.iterdir()):
-        match = ITERATION.fullmatch(path.name) or STAGED.fullmatch(path.name)
-        if path.is_dir() and (match or path.name == RELEASE):
-            found.append(saved_iteration(path, path.name == tracker))
-    return tuple(sorted(found, key=lambda saved: (saved.iteration or 0, saved.folder.name)))
-
-
-def saved_iteration(folder: Path, is_tracked: bool = False) -> SavedIteration:
-    """One iteration's folder. Raises OSError."""
-    match = ITERATION.fullmatch(folder.name) or STAGED.fullmatch(folder.name)
-    iteration = int(match[1]) if match else None
-    stats = {entry.name: entry.stat() for entry in os.scandir(folder) if entry.is_file()}
-    state, needs = _state_of(folder, list(stats))
-    written_s = max((stat.st_mtime for stat in stats.values()), default=folder.stat().st_mtime)
-    nbytes = sum(stat.st_size for stat in stats.values())
-    return SavedIteration(folder, iteration, nbytes, written_s, state, needs, is_tracked, integrity.NAME in stats)
-
-
-def tracked(root: Path) -> str:
-    """The name of the folder that the tracker names, whether it is there or not; empty without a usable tracker.
-
-    Raises UnreadableCheckpoint for a tracker that is there and cannot be read now.
-    """
-    try:
-        return read_tracker(root) or ""
-    except UnreadableCheckpoint as error:
-        if isinstance(error.__cause__, OSError):
-            raise
-        return ""
-
-
-def _state_of(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]:
-    staged = STAGED.fullmatch(folder.name)
-    if staged:
-        return "half-written" if staged[2] == "saving" else "half-removed", ()
-    missing = [name for name in (INDEX, FORMAT) if name not in names]
-    if missing:
-        return f"not whole: no {' and no '.join(missing)}", ()
-    try:
-        chain = read_chain(folder)
-    except NewerFormat:
-        return "a later version of moe-ckpt wrote the manifest of its experts", ()
-    except UnreadableCheckpoint as error:
-        if isinstance(error.__cause__, OSError):
-            return f"not readable now: {error}", ()
-        return "damaged: the manifest of its experts cannot be read", ()
-    if chain is None:
-        return ("not whole: the manifest of its experts is missing", ()) if says_partial(folder) else (COMPLETE, ())
-    needs = tuple(sorted(chain.iterations - {chain.iteration}))
-    gone = [needed for needed in needs if not (folder.parent / f"iter_{needed:07d}").is_dir()]
-    return (f"not whole: needs iteration {gone[0]}, which is missing" if gone else COMPLETE), needs
 
 
 def _unjudged(folder: Path) -> str:

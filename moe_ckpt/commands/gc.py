@@ -66,8 +66,8 @@ def gc(
     as_json: bool,
     rows: int,
 ) -> None:
-    from moe_ckpt.checkpoints.locate import locate
     from moe_ckpt.checkpoints.location import GcLimits
+    from moe_ckpt.checkpoints.places import locate
 
     location = locate(place)
     limits = GcLimits(keep_last, idle_s, frozenset(ended), time.time())

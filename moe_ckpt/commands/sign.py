@@ -6,6 +6,9 @@ import json
 
 import click
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
+from megatron.core.dist_checkpointing.moe.storage.manifest import is_keyed
 from moe_ckpt.report.progress import progress
 
 HELP = """Sign the dense checkpoints at PLACE with the secret of a job.
@@ -30,10 +33,12 @@ Exit codes: 0 all are signed; 1 one is damaged, or signed with another secret; 2
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def sign(place: str, as_json: bool) -> None:
     from moe_ckpt.checkpoints.files import length_bytes
-    from moe_ckpt.checkpoints.signing import sign as sign_folder
-    from moe_ckpt.checkpoints.signing import signed_folders
+    from moe_ckpt.checkpoints.places import locate
+    from moe_ckpt.dense.signing import sign as sign_folder
 
-    folders = signed_folders(place)
+    if not is_keyed():
+        raise UsageError(f"there is no secret to sign with: give the file of the job's in {SECRET_FILE}")
+    folders = locate(place).signable()
     done = {}
     with progress("signing", sum(map(length_bytes, folders))) as advance:
         for folder in folders:

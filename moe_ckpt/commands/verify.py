@@ -41,7 +41,7 @@ USABLE = 3
 @click.pass_context
 def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None:
     # Only when there is something to read: --help stays quick.
-    from moe_ckpt.checkpoints.locate import locate
+    from moe_ckpt.checkpoints.places import locate
 
     location = locate(place)
     with progress("verifying", location.size_bytes()) as advance:

@@ -18,7 +18,7 @@ from sparse_runs import BF16, DROPOUT, EXPERT_BIAS, LENGTH, SHARED
 from world import HANG_TIMEOUT_S, ROOT, World
 
 from moe_ckpt.checkpoints.comparison import differing_values, structure
-from moe_ckpt.checkpoints.locate import locate
+from moe_ckpt.checkpoints.places import locate
 
 STOPPED_AT, WINDOW = 10, 3
 LAYOUT, MODEL = Layout(1, 1, 2, ranks=2), (*BF16, *EXPERT_BIAS, *SHARED, *DROPOUT)

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layou
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import Part, expert
 from moe_ckpt.checkpoints.comparison import Difference, differing_values, natural, structure
-from moe_ckpt.checkpoints.locate import locate
+from moe_ckpt.checkpoints.places import locate
 from moe_ckpt.checkpoints.values import LoadedValue
 from moe_ckpt.dense.export import export_merged
 

@@ -43,10 +43,10 @@ from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, expert
-from moe_ckpt.checkpoints.locate import locate
 from moe_ckpt.checkpoints.location import A_LINK, GcItem, GcLimits, GcPlan
 from moe_ckpt.checkpoints.memory import MemoryLocation
 from moe_ckpt.checkpoints.persist_dir import PersistFolder, open_persist_dir
+from moe_ckpt.checkpoints.places import locate
 from moe_ckpt.checkpoints.saves import SavesLocation
 from moe_ckpt.checkpoints.storage import StorageLocation
 from moe_ckpt.checkpoints.storage_gc import storage_gc_plan

@@ -10,8 +10,7 @@ from verify_places import dense
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
-from moe_ckpt.checkpoints import signing
-from moe_ckpt.dense import integrity
+from moe_ckpt.dense import integrity, signing
 
 
 class Killed(BaseException):

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unfram
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import OperatorKind, Part
-from moe_ckpt.checkpoints.locate import locate
 from moe_ckpt.checkpoints.location import Verified
+from moe_ckpt.checkpoints.places import locate
 from moe_ckpt.checkpoints.storage import StorageLocation
 from moe_ckpt.commands.main import main
 from moe_ckpt.dense import integrity

@@ -1,4 +1,4 @@
-"""The one way from a path or a URL to what can be asked of it."""
+"""The table of places: the one way from a path or a URL to what can be asked of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .recognition import recognize
 from .saves import IterationLocation, SavesLocation
 from .storage import SnapshotLocation, StorageLocation
 
-_BY_KIND: dict[LocationKind, type[CheckpointLocation]] = {
+PLACES: dict[LocationKind, type[CheckpointLocation]] = {
     location.kind: location
     for location in (IterationLocation, SavesLocation, StorageLocation, SnapshotLocation, MemoryLocation)
 }
@@ -16,4 +16,4 @@ _BY_KIND: dict[LocationKind, type[CheckpointLocation]] = {
 
 def locate(place: str) -> CheckpointLocation:
     """What is at a place. Raises as `recognition.recognize`, one line with what was found and what to do."""
-    return _BY_KIND[recognize(place)](place)
+    return PLACES[recognize(place)](place)

@@ -1,0 +1,95 @@
+"""The iterations of a --save folder, judged by names and sizes of their files, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
+from moe_ckpt.dense import integrity
+from moe_ckpt.dense.chain import read_chain, says_partial
+from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, read_tracker
+
+COMPLETE = "complete"
+
+
+@dataclass(frozen=True)
+class SavedIteration:
+    """One folder of a --save folder.
+
+    iteration: None for a release, which has none. written_s: when its last file was, in seconds since 1970.
+    state: COMPLETE as far as names say, or what is wrong with it. needs: older iterations that hold experts for it.
+    """
+
+    folder: Path
+    iteration: int | None
+    nbytes: int
+    written_s: float
+    state: str
+    needs: tuple[int, ...]
+    tracked: bool
+    has_integrity: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether names say that it is whole."""
+        return self.state == COMPLETE
+
+
+def saved_iterations(root: Path) -> tuple[SavedIteration, ...]:
+    """All iterations in `root`, oldest first, half-written ones among them. Raises OSError."""
+    tracker = tracked(root)
+    found = []
+    for path in sorted(root.iterdir()):
+        match = ITERATION.fullmatch(path.name) or STAGED.fullmatch(path.name)
+        if path.is_dir() and (match or path.name == RELEASE):
+            found.append(saved_iteration(path, path.name == tracker))
+    return tuple(sorted(found, key=lambda saved: (saved.iteration or 0, saved.folder.name)))
+
+
+def saved_iteration(folder: Path, is_tracked: bool = False) -> SavedIteration:
+    """One iteration's folder. Raises OSError."""
+    match = ITERATION.fullmatch(folder.name) or STAGED.fullmatch(folder.name)
+    iteration = int(match[1]) if match else None
+    stats = {entry.name: entry.stat() for entry in os.scandir(folder) if entry.is_file()}
+    state, needs = _state_of(folder, list(stats))
+    written_s = max((stat.st_mtime for stat in stats.values()), default=folder.stat().st_mtime)
+    nbytes = sum(stat.st_size for stat in stats.values())
+    return SavedIteration(folder, iteration, nbytes, written_s, state, needs, is_tracked, integrity.NAME in stats)
+
+
+def tracked(root: Path) -> str:
+    """The name of the folder that the tracker names, whether it is there or not; empty without a usable tracker.
+
+    Raises UnreadableCheckpoint for a tracker that is there and cannot be read now.
+    """
+    try:
+        return read_tracker(root) or ""
+    except UnreadableCheckpoint as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        return ""
+
+
+def _state_of(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+    staged = STAGED.fullmatch(folder.name)
+    if staged:
+        return "half-written" if staged[2] == "saving" else "half-removed", ()
+    missing = [name for name in (INDEX, FORMAT) if name not in names]
+    if missing:
+        return f"not whole: no {' and no '.join(missing)}", ()
+    try:
+        chain = read_chain(folder)
+    except NewerFormat:
+        return "a later version of moe-ckpt wrote the manifest of its experts", ()
+    except UnreadableCheckpoint as error:
+        if isinstance(error.__cause__, OSError):
+            return f"not readable now: {error}", ()
+        return "damaged: the manifest of its experts cannot be read", ()
+    if chain is None:
+        return ("not whole: the manifest of its experts is missing", ()) if says_partial(folder) else (COMPLETE, ())
+    needs = tuple(sorted(chain.iterations - {chain.iteration}))
+    gone = [needed for needed in needs if not (folder.parent / f"iter_{needed:07d}").is_dir()]
+    return (f"not whole: needs iteration {gone[0]}, which is missing" if gone else COMPLETE), needs
