@@ -11,13 +11,12 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import ModelShape
 
+from ..simulator.clusters import read_object
 from ..simulator.models import PRESETS, preset
 
-LARGEST_FILE_BYTES = 2**20
 LARGEST_SIZE = 2**31 - 1
 LARGEST_COUNT = 100_000
 LARGEST_OPERATOR_COUNT = 1_000_000
-LONGEST_INTEGER = 30  # digits; more are cut off, because a cut number is as far out of range as the whole one
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelShape)}
 _FROM_ZERO = ("num_experts", "moe_shared_expert_intermediate_size", "max_position_embeddings")
@@ -45,8 +44,8 @@ def load_model(name_or_path: str) -> ModelShape:
 
 
 def _read(path: Path) -> ModelShape:
-    file = f"model {_shown(str(path))}"
-    values = _parsed(file, _text(file, path))
+    file = f"model {path if str(path).isprintable() else ascii(str(path))}"
+    values = read_object(path, file)
     for key in values:
         if key not in _FIELDS:
             likely = difflib.get_close_matches(key[:100], _FIELDS, n=1)
@@ -59,7 +58,12 @@ def _read(path: Path) -> ModelShape:
             checked[field.name] = _checked(file, field, values[field.name])
         elif field.default is dataclasses.MISSING:
             raise UsageError(f"{file}: {field.name} is missing; it must be {_allowed(field)}")
-    _check_together(file, checked)
+    layers, experts = checked["num_layers"], checked.get("num_experts", 0)
+    if layers * experts > LARGEST_OPERATOR_COUNT:
+        raise UsageError(
+            f"{file}: num_layers {layers} x num_experts {experts} make {layers * experts} experts, but there must be at"
+            f" most {LARGEST_OPERATOR_COUNT}"
+        )
     # ModelShape speaks of the model by its name: until it has agreed, that is the file, which the user can look for.
     shape = ModelShape(**checked | {"name": file.removeprefix("model ")})
     return dataclasses.replace(shape, name=checked["name"])
@@ -70,55 +74,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # too long, or not encodable: no file has such a name
         return False
-
-
-def _text(file: str, path: Path) -> str:
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(LARGEST_FILE_BYTES + 1)
-        if len(content) > LARGEST_FILE_BYTES:
-            raise UsageError(
-                f"{file}: more than {LARGEST_FILE_BYTES} bytes; a model's hyper-parameters take a few hundred"
-            )
-        return content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UsageError(
-            f"{file}: there is no such file; give the path of a JSON file or one of {', '.join(PRESETS)}"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: not JSON: byte {error.start} is not UTF-8") from error
-    except ValueError as error:
-        raise UsageError(f"{file}: no file can have this name: {error}") from error
-
-
-def _parsed(file: str, text: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise UsageError(f"{file}: {_quoted(twice)} is given twice; each field can have one value")
-        return found
-
-    def refused(constant: str) -> None:
-        raise UsageError(f"{file}: not JSON: {constant} is no JSON number")
-
-    try:
-        values = json.loads(
-            text,
-            object_pairs_hook=unique,
-            parse_constant=refused,
-            parse_int=lambda digits: int(digits[:LONGEST_INTEGER]),
-        )
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{file}: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except RecursionError:
-        raise UsageError(f"{file}: not a model: nested too deeply; the fields belong in one JSON object") from None
-    if not isinstance(values, dict):
-        raise UsageError(f'{file}: not a model: the fields belong in one JSON object, as in {{"num_layers": 24, ...}}')
-    return values
 
 
 def _checked(file: str, field: dataclasses.Field[Any], value: Any) -> Any:
@@ -137,24 +92,6 @@ def _checked(file: str, field: dataclasses.Field[Any], value: Any) -> Any:
     if not fits:
         raise UsageError(f"{file}: {field.name} is {_quoted(value)}, but must be {_allowed(field)}")
     return value
-
-
-def _check_together(file: str, values: dict[str, Any]) -> None:
-    layers, experts = values["num_layers"], values.get("num_experts", 0)
-    if layers * experts > LARGEST_OPERATOR_COUNT:
-        raise UsageError(
-            f"{file}: num_layers {layers} x num_experts {experts} make {layers * experts} experts, but there must be at"
-            f" most {LARGEST_OPERATOR_COUNT}"
-        )
-    frequency = values.get("moe_layer_freq", 1)
-    if isinstance(frequency, tuple) and len(frequency) != layers:
-        raise UsageError(
-            f"{file}: moe_layer_freq has {len(frequency)} entries, but must have one 0 or 1 for each of the {layers}"
-            " layers"
-        )
-    heads, groups = values["num_attention_heads"], values.get("num_query_groups")
-    if groups is not None and heads % groups:
-        raise UsageError(f"{file}: num_query_groups is {groups}, but must divide num_attention_heads {heads}")
 
 
 def _range(name: str) -> tuple[int, int]:
@@ -176,7 +113,3 @@ def _quoted(value: Any) -> str:
     """A value as it stands in the file, cut where it is long, with escapes for what cannot be printed."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _shown(path: str) -> str:
-    return path if path.isprintable() else ascii(path)

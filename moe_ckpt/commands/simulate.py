@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from moe_ckpt.report import Fact, Report, table
+from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import steps
 
 from ..simulator.closed_form import ettr as closed_form
 from ..simulator.events import estimate
 from ..simulator.events import simulate as simulated
 from ..simulator.faults import Fault, load_trace, poisson
+from ..simulator.sources import sourced
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
-from .constants import constants
 from .job_flags import JobFlags, checked_mtbf, chosen_systems, job_command, number, system_option
 from .values import Duration, Hours
 
@@ -120,6 +120,26 @@ def _rows(
             closed_form(behaviour, mtbf_s, duration_s),
         )
         done()
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, plain numbers.")
+def constants(as_json: bool) -> None:
+    """Print each constant of the simulator, and whether it is published, measured, fitted or assumed.
+
+    \b
+    $ moe-ckpt simulate constants
+    """
+    found = tuple(sourced())
+    kinds = {kind: sum(one.kind == kind for one in found) for kind in ("published", "measured", "fitted", "assumed")}
+    rows = ((one.name, "-" if one.value is None else f"{one.value}", one.kind, one.source) for one in found)
+    report = Report(
+        "Constants of the simulator",
+        tuple(Fact(kind.capitalize(), count, "count") for kind, count in kinds.items()),
+        (table("Constants", "name | value | kind | source", rows),),
+        ("Of clusters and models: `source` and `note` of moe_ckpt/simulator/presets/*.json.",),
+    )
+    show(report, as_json)
 
 
 MOVED = (

@@ -21,8 +21,7 @@ from moe_ckpt.drills.reports import (
     trained_again,
     unlike_components,
 )
-from moe_ckpt.drills.schedule import PlannedKill
-from moe_ckpt.drills.stock import StockCosts, best_interval
+from moe_ckpt.drills.schedule import PlannedKill, StockCosts, best_interval
 
 RESTARTS = 10_000
 """So many that no schedule uses them up; each node counts its own."""

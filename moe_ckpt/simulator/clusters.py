@@ -56,23 +56,23 @@ def load_cluster(path: Path) -> Cluster:
     return cluster_from({"name": path.stem, "source": str(path)} | inner, str(path))
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UsageError for a file that cannot be read or has something else."""
+def read_object(path: Path, name: str = "") -> dict[str, Any]:
+    """The JSON object in a file, called `name` in errors. Raises UsageError for a file that cannot be read or has
+    something else."""
+    name = name or str(path)
     try:
         with path.open("rb") as opened:
             content = opened.read(LARGEST_FILE_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > LARGEST_FILE_BYTES:
-        raise UsageError(
-            f"{path} has more than {LARGEST_FILE_BYTES} bytes; a cluster or a profile takes a few thousand"
-        )
+        raise UsageError(f"{name} has more than {LARGEST_FILE_BYTES} bytes; what is described takes a few thousand")
     try:
-        values = json.loads(content)
+        values = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
+        raise UsageError(f"{name} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{path} must have a JSON object, but has a {type(values).__name__}")
+        raise UsageError(f"{name} must have a JSON object, but has a {type(values).__name__}")
     return values
 
 

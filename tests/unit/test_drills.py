@@ -34,8 +34,7 @@ from moe_ckpt.drills.reports import (
     trained_again,
     unlike_components,
 )
-from moe_ckpt.drills.schedule import Kind, Odds, schedule
-from moe_ckpt.drills.stock import StockCosts, best_interval, reached
+from moe_ckpt.drills.schedule import Kind, Odds, StockCosts, best_interval, reached, schedule
 
 ODDS = Odds(mtbf_s=30.0, node_share=0.2, nodes=2, ranks=8)
 

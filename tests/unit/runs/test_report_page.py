@@ -23,7 +23,7 @@ from moe_ckpt.commands.main import commands
 from moe_ckpt.runs.page import render
 from moe_ckpt.runs.page.charts import scale, thinned
 from moe_ckpt.runs.page.html import duration
-from moe_ckpt.runs.page.style import STYLE
+from moe_ckpt.runs.page.page import STYLE
 from moe_ckpt.runs.sources import read_runs
 from moe_ckpt.runs.watch import LivePage, server
 
