@@ -1,4 +1,4 @@
-"""`moe-ckpt simulate`: runs of one's own, and where the papers' tables have gone."""
+"""`moe-ckpt simulate run`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from moe_ckpt.commands.simulate import MOVED, simulate
-from reproduce.figures import FIGURES
+from moe_ckpt.commands.simulate import simulate
 
 RUN = ("run", "--model", "GPT-125M-8E", "--pp", "2", "--ep", "4", "--global-batch-size", "32", "--cluster", "a800")
 
@@ -24,15 +23,6 @@ def rows(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.output
     found: list[dict[str, Any]] = json.loads(result.output)["systems"]
     return found
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_who_asks_for_a_papers_table_is_told_which_script_makes_it(name: str) -> None:
-    result = invoke(name, "--out", "table.md")
-    figure = name.replace("-", "_")
-    assert result.exit_code == 2
-    assert f"moved to `python -m reproduce {figure}`" in result.output
-    assert figure in FIGURES
 
 
 def test_a_run_of_ones_own_model_has_a_row_for_each_system_and_failure_rate() -> None:
