@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -247,16 +248,10 @@ def test_rows_name_only_rows_above_them() -> None:
     assert late == []
 
 
-EXTENDED = f"{ENGINE}.extensions."
-LOSSY = tuple(f"{ENGINE}.strategies.{name}" for name in ("lossy", "pec", "selective"))
-
-
-def test_what_every_job_imports_knows_no_extension_and_no_lossy_strategy() -> None:
-    """Rows do not tell of strategies, which are in one, nor of modules that are taken by name."""
-    outside = [path for path in FILES if module_of(path).startswith(f"{ENGINE}.")]
-    outside = [path for path in outside if not module_of(path).startswith((EXTENDED, *LOSSY))]
-    known = {name for path in outside for name in imports_of(path) if name.startswith((EXTENDED, *LOSSY))}
-    assert known == {f"{ENGINE}.extensions.base"}
+def test_no_files_of_the_tools_import_each_other_in_a_circle() -> None:
+    own = {module: path for module, path in MODULES.items() if module.startswith(f"{TOOLS}.")}
+    graph = {module: {name for name in imports_of(path) if name in own} - {module} for module, path in own.items()}
+    TopologicalSorter(graph).prepare()
 
 
 def test_no_row_allows_what_is_not_imported() -> None:
