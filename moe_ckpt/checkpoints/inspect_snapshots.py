@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.ledger import LossRecord, TokenLedger
-from megatron.core.dist_checkpointing.moe.policy.losses import mlt, plt_moc, plt_pec
+from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import mlt, plt_moc, plt_pec
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of

@@ -7,8 +7,8 @@ import json
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.storage.job_secret import SECRET_FILE
 from megatron.core.dist_checkpointing.moe.storage.manifest import is_keyed
+from megatron.core.dist_checkpointing.moe.storage.small_files import SECRET_FILE
 from moe_ckpt.report.progress import progress
 
 HELP = """Sign the dense checkpoints at PLACE with the secret of a job.

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -246,12 +245,6 @@ def test_rows_name_only_rows_above_them() -> None:
     order = list(ROWS)
     late = [(key, name) for key in order for name in allowed(key) - {key} if order.index(name) > order.index(key)]
     assert late == []
-
-
-def test_no_files_of_the_tools_import_each_other_in_a_circle() -> None:
-    own = {module: path for module, path in MODULES.items() if module.startswith(f"{TOOLS}.")}
-    graph = {module: {name for name in imports_of(path) if name in own} - {module} for module, path in own.items()}
-    TopologicalSorter(graph).prepare()
 
 
 def test_no_row_allows_what_is_not_imported() -> None:
