@@ -72,9 +72,18 @@ def rank_states(
 ) -> dict[int, RankState]:
     """What the intact copies of each rank give of each of the `parts`. What ranks have in common is computed once.
 
-    With `constants` copies of what training does not change count for later iterations too.
+    Args:
+        inventory: All that was found after the failure.
+        lost: Ranks and nodes that failed; copies on lost nodes are refused.
+        topology: The rank layout.
+        parts: The components of the state to look for.
+        constants: Count copies of what training does not change for later iterations too.
 
-    Raises UsageError when the inventory does not say what a rank requires.
+    Returns:
+        The state of each rank of the job, by rank.
+
+    Raises:
+        UsageError: The inventory does not say what a rank requires.
     """
     shared: dict[tuple[object, ...], _Shared] = {}
     states = {}
@@ -104,7 +113,12 @@ def rank_states(
 
 
 def refusals(states: Mapping[int, RankState], target: int) -> Iterator[Refusal]:
-    """Copies that cannot be used, or not for all of their records, with the reason, by rank."""
+    """Copies that cannot be used, or not for all of their records, with the reason, by rank.
+
+    Args:
+        states: What was found of each rank's state, by rank.
+        target: The iteration to recover; copies of later ones are refused as newer.
+    """
     for rank, state in states.items():
         refused = state.refused
         if state.copies and state.copies[-1].plan.iteration > target:
@@ -136,14 +150,26 @@ class StageState:
     lacks: Mapping[Part, Mapping[int, Operators]]
 
     def lacking(self, part: Part, iteration: int) -> Operators:
-        """Operators whose `part` cannot be had as it was after `iteration`."""
+        """Operators whose `part` cannot be had as it was after `iteration`.
+
+        Args:
+            part: A component that the states were made for.
+            iteration: The iteration after which the state is looked for.
+        """
         return self.lacks[part].get(iteration, self.required)
 
     def frozen(self, base: int, limit: int | None) -> list[Operators] | None:
         """Which operators stay frozen after loading the snapshots of iterations base, base + 1, ...; ends with none.
 
         This is the condition of sparse-to-dense conversion (MoEvement 3.3): from `base` on, each operator has compute
-        weights at every iteration until the first one with its full state. None if that fails at or before `limit`.
+        weights at every iteration until the first one with its full state.
+
+        Args:
+            base: The iteration whose snapshot is loaded first.
+            limit: The last iteration at which operators may stay frozen; None: any.
+
+        Returns:
+            One set per iteration from `base` on; None if the condition fails at or before `limit`.
         """
         found: list[Operators] = []
         pending, iteration = self.required, base
@@ -168,7 +194,12 @@ class StageState:
         return {base: dense for base, dense in self.dense.items() if limit is None or dense <= limit}
 
     def newest(self, part: Part, limit: int) -> dict[OperatorId, int]:
-        """The newest iteration up to `limit` at which each operator's `part` can be had; operators without one lack."""
+        """The newest iteration up to `limit` at which each operator's `part` can be had; operators without one lack.
+
+        Args:
+            part: The component that is looked for.
+            limit: The last iteration that counts.
+        """
         found: dict[OperatorId, int] = {}
         pending = self.required
         for iteration in sorted(self.lacks[part], reverse=True):
@@ -181,7 +212,13 @@ class StageState:
 def copy_sources(
     states: Mapping[int, RankState], ranks: Iterable[int], records: Callable[[RankState], Iterable[Record]]
 ) -> Iterator[CopySource]:
-    """What each of these ranks of one stage loads; ranks of one kind differ only in who holds their copies."""
+    """What each of these ranks of one stage loads; ranks of one kind differ only in who holds their copies.
+
+    Args:
+        states: What was found of each rank's state, by rank.
+        ranks: Ranks of one pipeline stage.
+        records: Chooses the records for a state; called once for each kind of rank.
+    """
     recipes: dict[int, list[Record]] = {}
     for rank in ranks:
         state = states[rank]
@@ -193,7 +230,15 @@ def copy_sources(
 
 
 def stage_states(states: Mapping[int, RankState], topology: Topology) -> list[StageState]:
-    """The states of all pipeline stages, from those of their ranks."""
+    """The states of all pipeline stages, from those of their ranks.
+
+    Args:
+        states: What was found of each rank's state, by rank.
+        topology: The rank layout.
+
+    Returns:
+        One state per pipeline stage, in their order.
+    """
     return [_combined([states[rank] for rank in topology.stage_ranks(stage)]) for stage in range(topology.pp)]
 
 

@@ -51,7 +51,12 @@ class KChoice:
 
 
 def k_ladder(floor: int, num_experts: int) -> tuple[int, ...]:
-    """The values K takes: `floor`, doubled as in the papers, up to all experts."""
+    """The values K takes: doubled as in the papers, up to all experts.
+
+    Args:
+        floor: The smallest K, from 1 to `num_experts`.
+        num_experts: N, experts per MoE layer.
+    """
     check_floor(floor, num_experts)
     ladder = [floor]
     while ladder[-1] < num_experts:
@@ -80,11 +85,22 @@ def choose_k(
     so a threshold that holds once holds for ever. K falls back when less is at risk; as losses add up, it rises for
     good.
 
-    When asked `iterations_ahead` of the checkpoint, the tokens of those iterations (`tokens_per_iteration` input tokens
-    each, an upper bound) count as at risk as far as they can reach experts that are left out: min(TopK, N - K) times.
-    The guarantee is for recoveries that go back to an iteration sealed at `level` and find the newest copies before it
-    there intact: PERSIST covers faults that take the memory of nodes.
-    Raises UsageError for a floor outside of 1..N or negative numbers.
+    When asked ahead of the checkpoint, the tokens of the iterations until then count as at risk as far as they can
+    reach experts that are left out: min(TopK, N - K) times. The guarantee is for recoveries that go back to an
+    iteration sealed at `level` and find the newest copies before it there intact: PERSIST covers faults that take the
+    memory of nodes.
+
+    Args:
+        ledger: The tokens that each expert has had, and the copies of it.
+        select: The experts that a checkpoint with this K saves.
+        limit: The threshold, with the tokens of the planned training and TopK.
+        floor: The smallest K to choose.
+        level: The level whose copies recoveries go back to.
+        iterations_ahead: Iterations from now to the checkpoint.
+        tokens_per_iteration: Input tokens of each of those iterations, an upper bound.
+
+    Raises:
+        UsageError: A floor outside of 1..N or negative numbers.
     """
     for name, value in (("iterations_ahead", iterations_ahead), ("tokens_per_iteration", tokens_per_iteration)):
         if value < 0:
@@ -108,6 +124,11 @@ def choose_k(
 
 
 def check_floor(k: int, num_experts: int) -> None:
-    """Raises UsageError for a k outside of 1..num_experts."""
+    """Raises UsageError for a k outside of 1..num_experts.
+
+    Args:
+        k: Experts per MoE layer to save.
+        num_experts: N, experts per MoE layer.
+    """
     if not 1 <= k <= num_experts:
         raise UsageError(f"k is {k}, but must be from 1 to num_experts = {num_experts}")

@@ -33,7 +33,12 @@ class ElasticRange:
         return f"{self.least}:{self.most}"
 
     def sizes(self, replica_ranks: int, node_ranks: int = 1) -> tuple[int, ...]:
-        """The numbers of replicas that nodes of `node_ranks` ranks can make, where a replica has `replica_ranks`."""
+        """The numbers of replicas that whole nodes can make.
+
+        Args:
+            replica_ranks: Ranks of one data-parallel replica.
+            node_ranks: Ranks of one node.
+        """
         every = range(self.least, self.most + 1)
         return tuple(size for size in every if size * replica_ranks % node_ranks == 0)
 

@@ -75,7 +75,12 @@ def newest_copy(history: History) -> Saved:
 
 
 def pruned_history(history: History, points: Sequence[int]) -> History:
-    """The newest copy, and for each restorable iteration the newest that is not after it."""
+    """The newest copy, and for each restorable iteration the newest that is not after it.
+
+    Args:
+        history: The copies of an expert at one level, oldest first; at least one.
+        points: The iterations that can be restored.
+    """
     kept = {history[-1].iteration: history[-1]}
     for point in points:
         usable = [copy for copy in history if copy.iteration <= point]
@@ -85,7 +90,12 @@ def pruned_history(history: History, points: Sequence[int]) -> History:
 
 
 def pruned_points(points: Sequence[RestorePoint], kept: int) -> tuple[RestorePoint, ...]:
-    """Those still needed: a point goes once `kept` newer ones are sealed at each level that it is meant for."""
+    """Those still needed: a point goes once `kept` newer ones are sealed at each level that it is meant for.
+
+    Args:
+        points: The restore points that are known.
+        kept: How many newer sealed ones make a point superfluous.
+    """
     newer = dict.fromkeys(Level, 0)
     needed = []
     for point in sorted(points, key=lambda point: -point.iteration):
@@ -135,8 +145,16 @@ class TokenLedger:
     ) -> TokenLedger:
         """A ledger that begins at `iteration`, of which all experts can be restored at all of its levels.
 
-        `kept_points` newest sealed iterations per level stay restorable: 2 allow for a damaged newest one.
-        Raises UsageError without MoE layers or experts, for layers that do not ascend, or for `kept_points` below 1.
+        Args:
+            layers: The MoE layers, ascending.
+            num_experts: N, experts per MoE layer.
+            iteration: The iteration to begin at.
+            kept_points: How many of the newest sealed iterations per level stay restorable; 2 allow for a damaged
+                newest one.
+            levels: The levels at which copies are kept.
+
+        Raises:
+            UsageError: There are no MoE layers or experts, layers do not ascend, or `kept_points` is below 1.
         """
         if not layers or any(a >= b for a, b in pairwise(layers)):
             raise UsageError(f"layers is {tuple(layers)}, but must be at least one MoE layer, ascending")
@@ -163,9 +181,14 @@ class TokenLedger:
         return {layer: row for row, layer in enumerate(self.layers)}
 
     def advance(self, iteration: int, counts: Sequence[Sequence[int]]) -> TokenLedger:
-        """The ledger after `iteration`, in which `counts[i][e]` tokens were routed to the experts.
+        """The ledger after one more iteration.
 
-        Raises UsageError when it is not the next iteration, and for counts that are negative, no ints, or too few.
+        Args:
+            iteration: The iteration that was trained.
+            counts: Tokens that were routed to each expert in it, by MoE layer and expert.
+
+        Raises:
+            UsageError: It is not the next iteration, or counts are negative, no ints, or too few.
         """
         if iteration != self.iteration + 1:
             raise UsageError(f"iteration is {iteration}, but the ledger is at {self.iteration}: the next must follow")
@@ -198,16 +221,26 @@ class TokenLedger:
         return self._with_point(RestorePoint(self.iteration, self.tokens, meant_for, sealed))
 
     def abandoned(self, iteration: int, level: Level) -> TokenLedger:
-        """The ledger that no longer waits for the copy of `iteration` at `level`, which failed or was skipped."""
+        """The ledger that no longer waits for the copy of `iteration` at `level`, which failed or was skipped.
+
+        Args:
+            iteration: The iteration that the copy is of.
+            level: Where the copy was to go.
+        """
         point = self._point(iteration)
         return self if point is None else self._with_point(replace(point, meant_for=point.meant_for - {level}))
 
     def saved(self, iteration: int, experts: Iterable[OperatorId], level: Level) -> TokenLedger:
-        """The ledger once the copy of `iteration` is sealed at `level` with these experts; other operators are skipped.
+        """The ledger once a copy is sealed. Counts that no newer restore is going to need are dropped.
 
-        The iteration is the current one, or one that was `marked` when its copy was captured. Counts that no newer
-        restore is going to need are dropped. Raises UsageError for an iteration that is neither or that is older than
-        a sealed one of this level, and for unknown experts.
+        Args:
+            iteration: The iteration that the copy is of: the current one, or one that was `marked` when its copy was
+                captured.
+            experts: The operators that the copy has; other operators than experts are skipped.
+            level: Where the copy is sealed.
+
+        Raises:
+            UsageError: The iteration is neither, or is older than a sealed one of this level; or an expert is unknown.
         """
         newest = max((point.iteration for point in self.points if level in point.sealed), default=iteration)
         if iteration < newest:
@@ -257,7 +290,13 @@ class TokenLedger:
     def tokens_between(self, operator: OperatorId, after: int, upto: int) -> int:
         """Tokens of an expert in iterations after + 1..upto: lost if its copy of `after` goes with a restore of `upto`.
 
-        Raises UsageError when there is no copy of `after` or no restore point `upto`.
+        Args:
+            operator: The expert.
+            after: The iteration of its copy.
+            upto: The iteration that is restored.
+
+        Raises:
+            UsageError: There is no copy of `after` or no restore point `upto`.
         """
         row = self._row(operator)
         if after >= upto:
@@ -265,16 +304,28 @@ class TokenLedger:
         return self._known_tokens(upto)[row][operator.expert] - self._tokens_of(operator, after)
 
     def loss(self, restored: int, copies: Mapping[OperatorId, int]) -> tuple[int, ...]:
-        """Tokens per MoE layer that are lost if training goes back to `restored`, see `recovered`."""
+        """Tokens per MoE layer that are lost if training goes back to `restored`, see `recovered`.
+
+        Args:
+            restored: The iteration that training goes back to.
+            copies: The iteration of the copy that each expert is restored from, as in `recovered`.
+        """
         return tuple(map(sum, self._lost(restored, copies)))
 
     def recovered(self, fault_iteration: int, restored: int, copies: Mapping[OperatorId, int]) -> TokenLedger:
         """The ledger of the state after iteration `restored`, with one more entry in `losses`.
 
-        `copies` names the iteration of the copy that each expert was restored from; experts that are not named were
-        restored as of `restored`. Copies newer than the one used are forgotten: they are damaged, gone, or of a future
-        that will not be. Earlier losses at points later than `restored` are dropped with it: their tokens are trained
-        again. Raises UsageError for iterations in an impossible order or that the ledger does not know.
+        Copies newer than the one used are forgotten: they are damaged, gone, or of a future that will not be. Earlier
+        losses at points later than `restored` are dropped with it: their tokens are trained again.
+
+        Args:
+            fault_iteration: The iteration that the fault hit.
+            restored: The iteration that training goes back to.
+            copies: The iteration of the copy that each expert was restored from; those not named were restored as of
+                `restored`.
+
+        Raises:
+            UsageError: Iterations in an impossible order or that the ledger does not know.
         """
         if fault_iteration < restored:
             raise UsageError(f"fault_iteration is {fault_iteration}, but must be at least restored = {restored}")

@@ -42,7 +42,15 @@ class TransitionTable[S: enum.Enum, E: enum.Enum]:
     rows: Mapping[tuple[S, E], tuple[S, str]]
 
     def after(self, state: S, event: E) -> S:
-        """The state that `event` leads to. Raises UnexpectedEvent when the table has no such row."""
+        """The state that an event leads to.
+
+        Args:
+            state: The state before the event.
+            event: The event.
+
+        Raises:
+            UnexpectedEvent: The table has no such row.
+        """
         if (state, event) not in self.rows:
             raise UnexpectedEvent(state, event, tuple(known for before, known in self.rows if before is state))
         return self.rows[state, event][0]
@@ -208,7 +216,12 @@ class Protection:
     since_iteration: int = 0
 
     def after(self, event: ProtectionEvent, iteration: int) -> Protection:
-        """The protection after `event` at `iteration`; the same since when the state does not change."""
+        """The protection after `event` at `iteration`; the same since when the state does not change.
+
+        Args:
+            event: What happened to the protection.
+            iteration: The iteration at which it happened.
+        """
         state = PROTECTION.after(self.state, event)
         return self if state is self.state else Protection(state, iteration)
 

@@ -51,8 +51,15 @@ def largest_number(timelines: Iterable[Lineage]) -> int:
 def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
     """The timeline of an attempt that goes on from a state of `timeline` as it was after iteration `after`.
 
-    The oldest attempts are forgotten beyond MAX_ATTEMPTS, and their snapshots with them. Raises UsageError when the
-    timeline only begins later.
+    The oldest attempts are forgotten beyond MAX_ATTEMPTS, and their snapshots with them.
+
+    Args:
+        timeline: The timeline that is continued.
+        attempt: The name of the new attempt.
+        after: The last iteration of `timeline` that the attempt builds on.
+
+    Raises:
+        UsageError: The timeline only begins later.
     """
     if timeline and timeline[-1][1] > after:
         raise UsageError(
@@ -62,17 +69,33 @@ def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
 
 
 def past(timeline: Lineage, iteration: int) -> Lineage:
-    """The part of a timeline that led to the state after `iteration`."""
+    """The part of a timeline that led to the state after `iteration`.
+
+    Args:
+        timeline: Attempts in their order, each with the iteration after which it began.
+        iteration: The iteration that the state is of.
+    """
     return tuple((name, after) for name, after in timeline if after < iteration)
 
 
 def attempt_of(timeline: Lineage, iteration: int) -> str | None:
-    """The attempt in which `iteration` was trained; None if it is not known any more."""
+    """The attempt in which `iteration` was trained; None if it is not known any more.
+
+    Args:
+        timeline: Attempts in their order, each with the iteration after which it began.
+        iteration: The iteration that was trained.
+    """
     return next((name for name, after in reversed(timeline) if after < iteration), None)
 
 
 def belongs(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
-    """Whether a snapshot of `iteration`, made in its last attempt, lies in the past of `timeline`."""
+    """Whether a snapshot of `iteration`, made in its last attempt, lies in the past of `timeline`.
+
+    Args:
+        snapshot: The timeline that the snapshot was made in.
+        iteration: The iteration of the snapshot.
+        timeline: The timeline to look in.
+    """
     return bool(snapshot) and attempt_of(timeline, iteration) == snapshot[-1][0]
 
 

@@ -27,13 +27,21 @@ def plan_lossy_recovery(
 ) -> RecoveryPlan:
     """Plan a recovery under `pec` or `selective` (MoC 5.1, MOETION 6).
 
-    All ranks go to the newest iteration (up to `target`, if given) at which every operator that is no expert can be
-    had in full. Each expert takes the newest master weights and the newest moments up to there, from the preferred
-    tier, the same iteration on all ranks that own a shard of it. `tokens_between(expert, after, upto)` counts the
-    tokens routed to an expert in iterations after+1..upto; an update counts as lost when either part lacks it.
+    All ranks go to the newest iteration at which every operator that is no expert can be had in full. Each expert takes
+    the newest master weights and the newest moments up to there, from the preferred tier, the same iteration on all
+    ranks that own a shard of it. An update counts as lost when either part lacks it.
 
-    Raises RecoveryImpossible when there is no such iteration, or an expert has no copy at all; UsageError when the
-    inventory leaves out a rank.
+    Args:
+        inventory: All that was found after the failure.
+        lost: Ranks and nodes that failed.
+        topology: The rank layout.
+        tokens_between: Counts, from (expert, after, upto), the tokens routed to an expert in iterations after +
+            1..upto.
+        target: The newest iteration to go to; None: any.
+
+    Raises:
+        RecoveryImpossible: There is no such iteration, or an expert has no copy at all.
+        UsageError: The inventory leaves out a rank.
     """
     states = rank_states(inventory, lost, topology, PARTS)
     stages = stage_states(states, topology)
@@ -108,21 +116,37 @@ __all__ = ["Level", "LossRecord", "TokenLedger", "mlt", "plt_moc", "plt_pec"]
 def plt_moc(lost_tokens: Sequence[int], tokens: int | Sequence[int], topk: int | Sequence[int]) -> Fraction:
     """Proportion of lost tokens after MoC eq. 7: the mean over MoE layers of lost_i / (T_i x TopK_i).
 
-    lost_tokens: per MoE layer, of one fault or of all. tokens: T_i, input tokens of the planned training; topk: experts
-    per token; each one value or one per layer. Raises UsageError for negative losses, tokens or topk below 1.
+    Args:
+        lost_tokens: lost_i per MoE layer, of one fault or of all.
+        tokens: T_i, input tokens of the planned training; one value or one per layer.
+        topk: TopK_i, experts per token; one value or one per layer.
+
+    Raises:
+        UsageError: Negative losses, tokens or topk below 1.
     """
     return mlt(lost_tokens, tokens, topk) / len(lost_tokens)
 
 
 def plt_pec(lost_tokens: Sequence[int], tokens: int | Sequence[int], topk: int | Sequence[int]) -> Fraction:
-    """Portion of lost tokens after PEC eq. 4: all lost tokens / sum over MoE layers of T_j x TopK_j; see `plt_moc`."""
+    """Portion of lost tokens after PEC eq. 4: all lost tokens / sum over MoE layers of T_j x TopK_j; see `plt_moc`.
+
+    Args:
+        lost_tokens: Lost tokens per MoE layer, of one fault or of all.
+        tokens: T_j, input tokens of the planned training; one value or one per layer.
+        topk: TopK_j, experts per token; one value or one per layer.
+    """
     return Fraction(sum(lost_tokens), sum(_processed(lost_tokens, tokens, topk)))
 
 
 def mlt(lost_tokens: Sequence[int], tokens: int | Sequence[int], topk: int | Sequence[int]) -> Fraction:
     """Momentary lost tokens after MOETION eq. 6: the sum over MoE layers of lost_l / (N_tokens_l x TopK_l).
 
-    Arguments and errors are those of `plt_moc`, which is this divided by the number of MoE layers.
+    `plt_moc`, whose errors it shares, is this divided by the number of MoE layers.
+
+    Args:
+        lost_tokens: lost_l per MoE layer, of one fault or of all.
+        tokens: N_tokens_l, input tokens; one value or one per layer.
+        topk: TopK_l, experts per token; one value or one per layer.
     """
     processed = _processed(lost_tokens, tokens, topk)
     common = lcm(*processed)

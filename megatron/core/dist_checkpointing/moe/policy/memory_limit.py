@@ -83,9 +83,14 @@ class CopyRate:
         return cls(bytes_per_s=value * 1e9)
 
     def of(self, nbytes: int, passes_s: float | None) -> float | None:
-        """Bytes per second for a copy of so many, beside passes that take so long; None: as fast as it goes.
+        """Bytes per second for a copy that runs along with forward and backward passes.
 
-        passes_s: None where they are not known yet.
+        Args:
+            nbytes: Bytes of the copy.
+            passes_s: Seconds that the passes take; None where they are not known yet.
+
+        Returns:
+            The rate; None: as fast as it goes.
         """
         if self.follows_passes and nbytes and passes_s:
             return nbytes / (HEADROOM * passes_s)

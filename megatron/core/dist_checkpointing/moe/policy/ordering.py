@@ -33,8 +33,14 @@ def hard_count(operators: Iterable[OperatorId], counts: Counts) -> tuple[Operato
     """Experts by ascending number of tokens routed to them (MoEvement 3.5, A_j^l).
 
     Every token updates routers and non-experts, so they follow all experts (Fig. 6), and embedding and head, the
-    largest single operators, end the order. Counts of operators that are no experts are not looked at.
-    Raises UsageError for a count below 0 or not finite.
+    largest single operators, end the order.
+
+    Args:
+        operators: The operators to order, each given once.
+        counts: Tokens per expert, the same on all ranks; those of operators that are no experts are not looked at.
+
+    Raises:
+        UsageError: A count below 0 or not finite.
     """
     return _experts_first(operators, lambda experts: _checked(experts, counts))
 
@@ -61,9 +67,15 @@ def capacity_aware(
 ) -> tuple[OperatorId, ...]:
     """Experts by ascending count / capacity factor (MoEvement App. B, Capacity-Aware Ordering); the rest as before.
 
-    `capacities` gives capacity factors or tokens per batch, as long as all have the same unit; an expert that is not
-    named has 1, so that with none this is `hard_count`. Bind them with functools.partial. Quotients are compared
-    exactly. Raises UsageError for a capacity not above 0 or not finite, or a count below 0 or not finite.
+    Without capacities this is `hard_count`. Bind them with functools.partial. Quotients are compared exactly.
+
+    Args:
+        operators: The operators to order, each given once.
+        counts: Tokens per expert, the same on all ranks.
+        capacities: Capacity factors or tokens per batch, all in the same unit; an expert that is not named has 1.
+
+    Raises:
+        UsageError: A capacity not above 0 or not finite, or a count below 0 or not finite.
     """
     known = capacities or {}
 
@@ -84,7 +96,14 @@ def layer_order(operators: Iterable[OperatorId], counts: Counts) -> tuple[Operat
     """From the back of the model to its front (MoEvement App. E: dense models), within a layer as `hard_count`.
 
     The head comes first and the embedding last: while only the back layers are active, a replay needs no input
-    gradients in front of them. Raises UsageError for a count below 0 or not finite.
+    gradients in front of them.
+
+    Args:
+        operators: The operators to order, each given once.
+        counts: Tokens per expert, the same on all ranks.
+
+    Raises:
+        UsageError: A count below 0 or not finite.
     """
     return tuple(sorted(hard_count(operators, counts), key=attrgetter("layer"), reverse=True))
 
@@ -104,9 +123,17 @@ def should_reorder(previous: Counts, counts: Counts, threshold: float = 0.10, fr
 
     An expert's frequency is its share of its layer's tokens, so that a larger batch is no change; its change is
     relative to the previous share. The paper leaves this open. An expert that goes from no tokens to some has changed,
-    whatever the threshold. Experts in either mapping are looked at; without any, or without a change, the answer is
-    no. Integer counts are compared exactly, and so is a threshold as it is written in decimals.
-    Raises UsageError for a threshold below 0 or not finite, a fraction not above 0 or above 1, and bad counts.
+    whatever the threshold. Experts in either mapping are looked at; without any, or without a change, the answer is no.
+    Integer counts are compared exactly, and so is a threshold as it is written in decimals.
+
+    Args:
+        previous: Tokens per expert when operators were last ordered.
+        counts: Tokens per expert now.
+        threshold: The relative change of a frequency above which an expert has changed; 0.10 is 10 %.
+        fraction: The share of experts that have to change, above 0 and at most 1.
+
+    Raises:
+        UsageError: A threshold below 0 or not finite, a fraction not above 0 or above 1, and bad counts.
     """
     if not 0 <= threshold < math.inf:
         raise UsageError(f"reorder threshold is {threshold}, but must be at least 0 (0.10: a change of 10 %)")

@@ -85,7 +85,12 @@ class Items:
         return tuple(accumulate(self.weights, initial=0))
 
     def can_never_fit(self, steps: int, cap: int) -> bool:
-        """Whether not even operators that could be cut into pieces would fit that many steps of `cap` bytes."""
+        """Whether not even operators that could be cut into pieces would fit that many steps of `cap` bytes.
+
+        Args:
+            steps: How many steps there are.
+            cap: Bytes that each step may hold.
+        """
         unit = 1 << 32  # the least weights bytes per full byte, rounded down, in these units
         ratio = min((weights * unit // full for full, weights, _, _ in self.runs if full), default=0)
         placed = 0
@@ -124,7 +129,13 @@ class Bins:
 
     @classmethod
     def around(cls, window: int, pinned: Sequence[tuple[int, int, int]], operators: int) -> Bins:
-        """`window` steps around pinned (step from the first, full, weights); empty only if operators are too few."""
+        """Steps around pinned operators; empty only if operators are too few.
+
+        Args:
+            window: The number of steps.
+            pinned: Of each pinned operator its step from the first, full bytes and weights bytes.
+            operators: How many operators remain to be placed.
+        """
         full, weights, empty = [0] * window, [0] * window, [True] * window
         for step, full_bytes, weights_bytes in pinned:
             full[step] += full_bytes
@@ -149,7 +160,12 @@ class Packing:
 
 
 def fewest_steps(items: Items, cap: int) -> int | None:
-    """The fewest steps of `cap` bytes that bending the order, or keeping it, finds for all operators; None: neither."""
+    """The fewest steps of `cap` bytes that bending the order, or keeping it, finds for all operators; None: neither.
+
+    Args:
+        items: The operators in the order of anchoring.
+        cap: Bytes that each step may hold.
+    """
     for limit in (min(_FEW_STEPS, len(items)), len(items)):
         bins = Bins([0] * limit, [False] * limit)
         found = [packing.steps for packing in (_bent(items, bins, cap), _in_order(items, bins, cap)) if packing]
@@ -159,7 +175,13 @@ def fewest_steps(items: Items, cap: int) -> int | None:
 
 
 def most_even(items: Items, bins: Bins, cap: int) -> Packing | None:
-    """The packing with the lowest cap that halving finds below `cap`; None if that is not enough."""
+    """The packing with the lowest cap that halving finds below `cap`; None if that is not enough.
+
+    Args:
+        items: The operators in the order of anchoring.
+        bins: The steps to fill.
+        cap: Bytes that no step may exceed.
+    """
     best = _pack(items, bins, cap)
     if best is None:
         return None
@@ -318,9 +340,14 @@ def partition(
 ) -> tuple[tuple[int, ...], ...]:
     """Numbers that each step anchors, ascending; the rules are those of `window`.
 
-    The operators of `load` are numbered from 0 in the order of anchoring. `pinned` gives the step of some numbers and
-    needs `window`. A window with more steps than operators, or one whose pinned operators leave too few others, has
-    empty steps. Nothing is validated.
+    A window with more steps than operators, or one whose pinned operators leave too few others, has empty steps.
+    Nothing is validated.
+
+    Args:
+        load: The bytes of all operators, numbered from 0 in the order of anchoring.
+        budget_bytes: Bytes that one step should not exceed.
+        window: The number of steps; None: chosen by the budget.
+        pinned: The step of some numbers; needs `window`.
     """
     fixed = dict(pinned or {})
     for cap in _caps(load, budget_bytes):

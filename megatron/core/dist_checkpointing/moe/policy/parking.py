@@ -123,7 +123,13 @@ class Decision:
 
 
 def decide(phase: StepPhase, cause: Cause, iteration: int) -> Decision:
-    """What a process parks that is interrupted in `phase`; `iteration` is the newest one whose state was whole."""
+    """What an interrupted process parks.
+
+    Args:
+        phase: The part of the training step that it is in.
+        cause: Why it is interrupted.
+        iteration: The newest iteration whose state was whole.
+    """
     rule = PARKING[phase, cause]
     if rule.keep is Keep.NOTHING:
         return Decision(None, False, rule.why)

@@ -33,16 +33,24 @@ def sequential_selection(
 ) -> tuple[OperatorId, ...]:
     """K experts per MoE layer in rotation, interleaved over layers and expert-parallel ranks (MoC 3.2, Fig. 4).
 
-    `position` is where the rotation stands: 0 at first, then what `next_position` gives for the K of each checkpoint.
-    Each layer takes the next K of an order that visits the `ep` ranks in turn (expert e lives on rank
-    e // (num_experts / ep)), beginning at an offset of its own. Because the cursor is a position and not the index of
-    the checkpoint, any run of checkpoints whose K sum to N covers all experts of each layer, also while K changes:
-    ceil(N / K) checkpoints of a constant K, from any position.
+    Each layer takes the next K of an order that visits the `ep` ranks in turn (expert e lives on rank e // (num_experts
+    / ep)), beginning at an offset of its own. Because the cursor is a position and not the index of the checkpoint, any
+    run of checkpoints whose K sum to N covers all experts of each layer, also while K changes: ceil(N / K) checkpoints
+    of a constant K, from any position.
 
     The paper's figure fixes the offsets only for one expert per rank and K = 1: offset = layer modulo ep. Here the
     layers that do not fill another round of ranks spread evenly, so that for every K, position and number of layers the
     experts per rank differ by at most 1. With pipeline parallelism, call it for the MoE layers of each stage.
-    Raises UsageError for k outside of 1..num_experts, ep that does not divide num_experts, or a negative position.
+
+    Args:
+        moe_layers: The MoE layers, of one pipeline stage.
+        num_experts: N, experts per MoE layer.
+        k: K, experts per layer to save.
+        position: Where the rotation stands: 0 at first, then what `next_position` gives for the K of each checkpoint.
+        ep: Expert-parallel ranks.
+
+    Raises:
+        UsageError: K outside of 1..num_experts, ep that does not divide num_experts, or a negative position.
     """
     per_rank = _experts_per_rank(num_experts, ep)
     _check_k("k", k, "num_experts", num_experts)
@@ -59,7 +67,13 @@ def sequential_selection(
 
 
 def next_position(position: int, k: int, num_experts: int) -> int:
-    """Where the rotation of `sequential_selection` stands after a checkpoint of K experts per layer."""
+    """Where the rotation of `sequential_selection` stands after a checkpoint of K experts per layer.
+
+    Args:
+        position: Where the rotation stood.
+        k: K of the checkpoint.
+        num_experts: N, experts per MoE layer.
+    """
     return (position + k) % num_experts
 
 
@@ -74,15 +88,24 @@ def load_aware_selection(
 ) -> tuple[OperatorId, ...]:
     """The K experts per MoE layer with the most tokens since they were last saved (PEC Alg. 1).
 
-    unsaved_tokens: per MoE layer and expert, identical on all ranks. Layers are served from the last to the first, and
-    each expert-parallel rank saves at most ceil(N_moe x K / ep) experts; equal experts go by id. The paper has one
-    expert per rank; here rank r has the experts of block r. Two additions to the paper:
+    Layers are served from the last to the first, and each expert-parallel rank saves at most ceil(N_moe x K / ep)
+    experts; equal experts go by id. The paper has one expert per rank; here rank r has the experts of block r. Two
+    additions to the paper:
     - Where full ranks leave fewer than K experts in a layer, the paper saves fewer than K. Here K are always saved: the
       missing ones come from the ranks that exceed their capacity the least.
-    - The paper lets an expert with few tokens wait for ever. With `ages` (checkpoints since each expert was last saved)
-      experts older than `max_age`, by default 2 x ceil(N / K), go first, the oldest ahead, capacity or not. Every
-      expert is then saved at an age of at most max_age + ceil(N / K).
-    Raises UsageError for k outside of 1..N, ep that does not divide N, negative tokens or ages, or rows of wrong size.
+    - The paper lets an expert with few tokens wait for ever. With `ages` experts older than `max_age` go first, the
+      oldest ahead, capacity or not. Every expert is then saved at an age of at most max_age + ceil(N / K).
+
+    Args:
+        moe_layers: The MoE layers, of one pipeline stage.
+        unsaved_tokens: Tokens since the last save, per MoE layer and expert, identical on all ranks.
+        k: K, experts per layer to save.
+        ep: Expert-parallel ranks.
+        ages: Checkpoints since each expert was last saved, per MoE layer and expert; None: not looked at.
+        max_age: The age above which experts go first; None: 2 x ceil(N / K).
+
+    Raises:
+        UsageError: K outside of 1..N, ep that does not divide N, negative tokens or ages, or rows of wrong size.
     """
     num_experts = len(unsaved_tokens[0]) if unsaved_tokens else 0
     _check_k("k", k, "num_experts", num_experts)
@@ -134,15 +157,23 @@ def persist_selection(
 ) -> tuple[OperatorId, ...]:
     """The K_persist experts per MoE layer, of those in the snapshot, that go on to storage (MoC 5.1).
 
-    ages: per MoE layer and expert, checkpoints since it was last persisted. The paper leaves the choice open; taking a
-    fixed part of each rotating snapshot would persist the same experts for ever. Here those persisted longest ago go
-    first; equal ones from the rank that has persisted least in this checkpoint, then by id. An expert passed over is
-    passed over at most once for each other expert, so that it is persisted at the latest the ceil(N / K_persist)-th
-    time that it is in a snapshot: with sequential selection all experts are persisted in any ceil(N / K_snapshot) x
-    ceil(N / K_persist) checkpoints, and in ceil(N / K_snapshot) x ceil(K_snapshot / K_persist) where K_snapshot divides
-    N. The bound counts persisted snapshots: persisting every n-th needs n without a common divisor with the
-    ceil(N / K_snapshot) snapshots of a rotation.
-    Raises UsageError for k_persist outside of 1..K_snapshot of a layer, unknown experts, negative ages, or a wrong ep.
+    The paper leaves the choice open; taking a fixed part of each rotating snapshot would persist the same experts for
+    ever. Here those persisted longest ago go first; equal ones from the rank that has persisted least in this
+    checkpoint, then by id. An expert passed over is passed over at most once for each other expert, so that it is
+    persisted at the latest the ceil(N / K_persist)-th time that it is in a snapshot: with sequential selection all
+    experts are persisted in any ceil(N / K_snapshot) x ceil(N / K_persist) checkpoints, and in ceil(N / K_snapshot) x
+    ceil(K_snapshot / K_persist) where K_snapshot divides N. The bound counts persisted snapshots: persisting every n-th
+    needs n without a common divisor with the ceil(N / K_snapshot) snapshots of a rotation.
+
+    Args:
+        moe_layers: The MoE layers, of one pipeline stage.
+        selected: The experts in the snapshot, K_snapshot per layer.
+        k_persist: K_persist, experts per layer to persist.
+        ages: Checkpoints since each expert was last persisted, per MoE layer and expert.
+        ep: Expert-parallel ranks.
+
+    Raises:
+        UsageError: K_persist outside of 1..K_snapshot of a layer, unknown experts, negative ages, or a wrong ep.
     """
     num_experts = len(ages[0]) if ages else 0
     per_rank = _experts_per_rank(num_experts, ep)
@@ -175,8 +206,16 @@ def pec_plan(
     """The plan of a partial checkpoint (MoC 3): `stored` of non-experts and selected experts, less of the others.
 
     Experts that are not selected keep the components that `scope` does not name, and are left out if there are none.
-    With stored=Part.EVERYTHING it holds the bytes that the papers count. Raises UsageError when selected operators are
-    not among the experts of `operators`.
+
+    Args:
+        iteration: The iteration that the checkpoint is of.
+        operators: All operators of the model.
+        selected: The experts that are saved in full.
+        scope: The components that experts which are not selected leave out.
+        stored: What a full copy has; Part.EVERYTHING gives the bytes that the papers count.
+
+    Raises:
+        UsageError: Selected operators are not among the experts of `operators`.
     """
     chosen = frozenset(selected)
     all_operators = tuple(operators)
@@ -240,6 +279,14 @@ def in_turn(
     """K experts per layer that were saved longest ago, equal ones in turn from `cursor`: `sequential_selection`.
 
     After a checkpoint that failed its experts are still the oldest, and come first when their turn comes again.
+
+    Args:
+        stages: MoE layers of each pipeline stage.
+        num_experts: N, experts per MoE layer.
+        k: K, experts per layer to save.
+        last: The iteration at which each expert was last saved.
+        cursor: Where the rotation stands.
+        ep: Expert-parallel ranks.
     """
     chosen: set[OperatorId] = set()
     for layers in filter(None, stages):
@@ -254,7 +301,16 @@ def in_turn(
 def by_load(
     stages: Stages, num_experts: int, k: int, unsaved: Mapping[OperatorId, int], ages: Mapping[OperatorId, int], ep: int
 ) -> frozenset[OperatorId]:
-    """K experts per layer with the most tokens since they were last saved, each stage by itself (PEC Alg. 1)."""
+    """K experts per layer with the most tokens since they were last saved, each stage by itself (PEC Alg. 1).
+
+    Args:
+        stages: MoE layers of each pipeline stage.
+        num_experts: N, experts per MoE layer.
+        k: K, experts per layer to save.
+        unsaved: Tokens of each expert since it was last saved.
+        ages: Checkpoints since each expert was last saved.
+        ep: Expert-parallel ranks.
+    """
     chosen: set[OperatorId] = set()
     for layers in filter(None, stages):
         rows = [

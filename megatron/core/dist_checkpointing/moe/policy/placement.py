@@ -42,7 +42,12 @@ class Placement:
 
 
 def replica_count(asked: int | None, topology: Topology) -> int:
-    """How many peers keep a copy of each rank's snapshots: as asked, else one where there are several nodes."""
+    """How many peers keep a copy of each rank's snapshots: as asked, else one where there are several nodes.
+
+    Args:
+        asked: The number that was configured; None: by the number of nodes.
+        topology: The rank layout.
+    """
     return asked if asked is not None else int(len(topology.ranks_by_node) > 1)
 
 
@@ -64,7 +69,12 @@ def place_replicas(topology: Topology, r: int) -> Placement:
     leave owners without enough; it places on the owner's own node; and it is quadratic where a search fails. Here
     peers are found by rotating positions over nodes, in linear time.
 
-    Raises UsageError when r is not from 0 to world_size - 1.
+    Args:
+        topology: The rank layout, with the node of each rank.
+        r: Replicas of each rank's snapshots.
+
+    Raises:
+        UsageError: R is not from 0 to world_size - 1.
     """
     if not 0 <= r < topology.world_size:
         raise UsageError(
@@ -161,6 +171,10 @@ def least_load(node_sizes: Iterable[int], r: int) -> int:
     With N ranks on m > r nodes, each owner can avoid at most m - 1 - r of the other nodes. So any m - r + u nodes
     (u from 0 to r) with S ranks together take u replicas of each owner among them and u + 1 of each other one, which
     needs u S + (u + 1)(N - S) <= load x S; the smallest nodes are the tightest. `spread` reaches this bound.
+
+    Args:
+        node_sizes: Ranks of each node.
+        r: Replicas of each rank's snapshots, fewer than there are nodes.
     """
     sizes = sorted(node_sizes)
     ranks, taken, load = sum(sizes), sum(sizes[: len(sizes) - r - 1]), r
@@ -175,6 +189,10 @@ def spread(topology: Topology, r: int) -> Peers:
 
     No rank keeps more than r + 1, or than `least_load` where that is more. Nodes with peers of the owner's groups come
     first as far as this allows. Linear in ranks times r, but for a logarithm of the nodes.
+
+    Args:
+        topology: The rank layout, with the node of each rank.
+        r: Replicas of each rank's snapshots.
     """
     least = least_load(map(len, topology.ranks_by_node.values()), r)
     for prefer, bound in dict.fromkeys(((True, least), (True, max(least, r + 1)), (False, least))):
@@ -299,6 +317,10 @@ def crowd(topology: Topology, r: int) -> Peers:
     least choice, come first, and each takes what is left to choose from the nodes with the fewest replicas per rank.
     No bound is promised: up to 12 ranks none keeps more than r + 1 or the least that is possible, in larger worlds
     one or two more have been seen.
+
+    Args:
+        topology: The rank layout, with the node of each rank.
+        r: Replicas of each rank's snapshots.
     """
     on = topology.ranks_by_node
     world = topology.world_size

@@ -131,7 +131,17 @@ def pipeline_at(
     target: int,
     tied: bool,
 ) -> tuple[Pipeline, frozenset[int]]:
-    """What the choice of rollbacks depends on, and the ranks that can roll forward to the target."""
+    """What the choice of rollbacks depends on, and the ranks that can roll forward to the target.
+
+    Args:
+        inventory: All that was found after the failure.
+        lost: Ranks and nodes that failed.
+        topology: The rank layout.
+        states: What was found of each rank's state, by rank.
+        stages: What each pipeline stage can rebuild.
+        target: The iteration to stand after.
+        tied: First and last stage share embeddings.
+    """
     rolling = frozenset(
         rank
         for rank in inventory.can_roll_forward
@@ -275,7 +285,14 @@ def _missing(state: StageState, limit: int | None) -> Operators:
 
 
 def impossible(where: str, target: int | None, stage: int, missing: Operators) -> RecoveryImpossible:
-    """The error that names the operators of a stage without sufficient copies."""
+    """The error that names the operators of a stage without sufficient copies.
+
+    Args:
+        where: What cannot be reached, for the message.
+        target: The iteration that was asked for; None: the newest that can be reached.
+        stage: The pipeline stage that lacks copies.
+        missing: Its operators without sufficient copies.
+    """
     named = ", ".join(map(str, sorted(missing)[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     return RecoveryImpossible(
         f"{where} cannot be reached: no intact copies of stage {stage} suffice for {named}; {ADVICE}",
@@ -289,6 +306,12 @@ def widened(plan: RecoveryPlan, inventory: Inventory, topology: Topology, *, tie
     """Why stages with parked state roll back, or an older iteration than the newest parked one is recovered.
 
     Empty where neither is so.
+
+    Args:
+        plan: The plan to explain.
+        inventory: What it was made from.
+        topology: The rank layout.
+        tied: First and last stage share embeddings.
     """
     states = rank_states(inventory, plan.lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE), constants=True)
     newest = max((iteration for state in states.values() for iteration in state.parked), default=-1)

@@ -170,7 +170,13 @@ def plan_reads(
 def one_value(tensor: str, stored: Sequence[StoredRange], reader: int = 0) -> StoredRange:
     """A record of a tensor of which all ranks must have stored the same values, as a step count.
 
-    Raises UnreadableCheckpoint where they did not, or there is none.
+    Args:
+        tensor: The tensor's name, for the error.
+        stored: All records of the tensor.
+        reader: The rank that reads it, by which one of equal records is chosen.
+
+    Raises:
+        UnreadableCheckpoint: They did not, or there is none.
     """
     if not stored:
         raise UnreadableCheckpoint(f"{tensor} is in none of the snapshots; a rank's share is missing")
@@ -186,7 +192,13 @@ def one_value(tensor: str, stored: Sequence[StoredRange], reader: int = 0) -> St
 def common(grid: Grid, one: ElementRange, other: ElementRange) -> tuple[ElementRun, ...]:
     """The elements that two stretches have in common, as places in both.
 
-    Raises UnreadableCheckpoint where the columns cannot be shared out evenly.
+    Args:
+        grid: The whole tensor.
+        one: The stretch that places count from as sources.
+        other: The stretch that places count from as targets.
+
+    Raises:
+        UnreadableCheckpoint: The columns cannot be shared out evenly.
     """
     width, wide = _columns("", grid, one), _columns("", grid, other)
     first, last = max(one.part * width, other.part * wide), min((one.part + 1) * width, (other.part + 1) * wide)
@@ -209,11 +221,16 @@ def common(grid: Grid, one: ElementRange, other: ElementRange) -> tuple[ElementR
 
 
 def source_rank(rank: int, old: Topology, new: Topology) -> int:
-    """The rank of the layout `old` whose random states `rank` of the layout `new` takes.
+    """The rank of the old layout whose random states a rank of the new one takes.
 
     That at the same tensor, context, data-parallel and pipeline coordinates, each counted modulo the old degree: so
     ranks of which some states have to be equal (the tensor ranks of a replica, the replicas of a tensor rank) take them
     from ranks whose states were.
+
+    Args:
+        rank: A rank of the new layout.
+        old: The layout that the checkpoint was made in.
+        new: The layout of this job.
     """
     here = new.coordinates(rank)
     tp, cp, dp, pp = here.tp % old.tp, here.cp % old.cp, here.dp % old.dp, here.pp % old.pp
@@ -221,7 +238,13 @@ def source_rank(rank: int, old: Topology, new: Topology) -> int:
 
 
 def freed_by(rank: int, new: Topology, stored: Iterable[int]) -> Iterator[int]:
-    """The ranks of an older layout whose snapshots `rank` removes when they are superseded: each by exactly one."""
+    """The ranks of an older layout whose snapshots `rank` removes when they are superseded: each by exactly one.
+
+    Args:
+        rank: A rank of this job.
+        new: The layout of this job.
+        stored: The ranks of the older layout.
+    """
     return (owner for owner in stored if owner % new.world_size == rank)
 
 

@@ -49,13 +49,14 @@ def covered_pieces(windows: Iterable[TrackedWindow]) -> frozenset[PieceName]:
 
 
 def kept_in_storage(pieces: Sequence[Piece], keep_last: int) -> tuple[Piece, ...]:
-    """The pieces in storage that stay: of the newest `keep_last` snapshots or windows, and what these need.
+    """The pieces in storage that stay: the newest snapshots or windows, and what these need.
 
-    Snapshots may need older ones that have the newest copy, as of their iteration, of a component that they lack
-    (MoC 5.1); windows never do, and those that lack a piece are not kept.
+    Snapshots may need older ones that have the newest copy, as of their iteration, of a component that they lack (MoC
+    5.1); windows never do, and those that lack a piece are not kept.
 
-    Raises:
-        UsageError: for a `keep_last` below 1.
+    Args:
+        pieces: The pieces that are stored.
+        keep_last: How many of the newest snapshots or windows to keep, at least 1.
     """
     if keep_last < 1:
         raise UsageError(f"keep_last is {keep_last}, but must be at least 1")

@@ -40,7 +40,12 @@ class Pipeline:
     tied: bool = False
 
     def neighbours(self, start: int, length: int) -> Iterator[tuple[int, Direction]]:
-        """Stages beside a run of stages, and the direction in which they feed it."""
+        """Stages beside a run of stages, and the direction in which they feed it.
+
+        Args:
+            start: The first stage of the run.
+            length: How many stages it has.
+        """
         stages = len(self.parked)
         if length < stages:
             if start > 0 or self.circular:
@@ -171,17 +176,34 @@ def _join_tied(pipeline: Pipeline, rollbacks: tuple[Rollback, ...]) -> tuple[Rol
 
 
 def ranks_of(segment: ReplaySegment, topology: Topology) -> tuple[int, ...]:
-    """The ranks of all stages of a segment, ascending."""
+    """The ranks of all stages of a segment, ascending.
+
+    Args:
+        segment: The stages that replay together.
+        topology: The rank layout.
+    """
     return tuple(rank for stage in sorted(segment.stages) for rank in topology.stage_ranks(stage))
 
 
 def segment_of(plan: RecoveryPlan, rank: int, topology: Topology) -> ReplaySegment | None:
-    """The segment that a rank restores, with or without a replay; None where it resumes from its parked state."""
+    """The segment that a rank restores, with or without a replay; None where it resumes from its parked state.
+
+    Args:
+        plan: The plan of the recovery.
+        rank: The rank to look for.
+        topology: The rank layout.
+    """
     return next((segment for segment in plan.segments if topology.stage(rank) in segment.stages), None)
 
 
 def base_for(plan: RecoveryPlan, rank: int, topology: Topology) -> int:
-    """The iteration whose state a rank restores at first."""
+    """The iteration whose state a rank restores at first.
+
+    Args:
+        plan: The plan of the recovery.
+        rank: The rank that restores.
+        topology: The rank layout.
+    """
     segment = segment_of(plan, rank, topology)
     if segment is not None:
         return segment.base
@@ -194,10 +216,15 @@ def restored(segment: ReplaySegment) -> range:
 
 
 def sends_all(segment: ReplaySegment, iteration: int, topology: Topology) -> bool:
-    """Whether a replay of `iteration` sends over all its stage boundaries what the iteration sent when it ran first.
+    """Whether a replay of an iteration sends over all its stage boundaries what the iteration sent when it ran first.
 
     Gradients flow down to the lowest layer that is active anywhere; stages outside count as active for this. A stage
     with none of them in front of it may send zeros back, which the neighbour that is frozen does not need.
+
+    Args:
+        segment: The stages that replay together.
+        iteration: The iteration that is replayed.
+        topology: The rank layout.
     """
     if not segment.frozen[iteration - segment.base - 1]:
         return True
@@ -208,6 +235,13 @@ def feeds(segment: ReplaySegment, topology: Topology) -> Iterator[tuple[int, int
     """Ranks at the edges of a segment, each with the rank outside that sent to it and the direction.
 
     With virtual stages the last stage is beside the first one, and with two of them each is on both sides of the other.
+
+    Args:
+        segment: The stages that replay together.
+        topology: The rank layout.
+
+    Returns:
+        Tuples (rank, rank outside, direction).
     """
     for stage in sorted(segment.stages):
         for step, way in ((-1, Direction.FORWARD), (1, Direction.BACKWARD)):

@@ -11,11 +11,20 @@ from .checks import budget_bytes, positive, whole
 
 
 def total_experts(available_bytes: int, non_expert_bytes: int, expert_bytes: int, experts: int) -> int:
-    """S_total of MOETION Alg. 1: how many of `experts` experts a budget of `available_bytes` holds, 0 to all.
+    """S_total of MOETION Alg. 1: how many experts a budget holds, 0 to all.
 
     The paper divides the whole budget by the cost of an expert, although non-experts are saved in full each time, so
     that its snapshots overrun the budget by them. Here they are subtracted first; with `non_expert_bytes` 0 this is the
-    paper's form. Raises UsageError for negative values, and an expert of 0 bytes.
+    paper's form.
+
+    Args:
+        available_bytes: The budget of one snapshot.
+        non_expert_bytes: Bytes that non-experts take of it.
+        expert_bytes: Bytes of one expert.
+        experts: How many experts there are.
+
+    Raises:
+        UsageError: Negative values, and an expert of 0 bytes.
     """
     whole("available_bytes", available_bytes, 0)
     whole("non_expert_bytes", non_expert_bytes, 0)
@@ -28,8 +37,15 @@ def allocate(risk_per_layer: Mapping[int, int], total: int, experts_per_layer: M
 
     The paper rounds down and leaves open how the sum is mended: what is left goes to the largest remainders (ties: the
     lower layer), no layer gets more than it has, the overflow goes to the other layers in the same proportion, and
-    where no risk is left, evenly. A layer without an entry has no tokens at risk. Integers only: all ranks agree.
-    Raises UsageError for negative values, a risk in a layer without experts, and a total above all experts.
+    where no risk is left, evenly. Integers only: all ranks agree.
+
+    Args:
+        risk_per_layer: Tokens at risk by MoE layer; a layer without an entry has none.
+        total: S_total, experts to save in all layers.
+        experts_per_layer: How many experts each layer has.
+
+    Raises:
+        UsageError: Negative values, a risk in a layer without experts, and a total above all experts.
     """
     for layer, experts in experts_per_layer.items():
         whole(f"experts_per_layer of layer {layer}", experts, 0)
@@ -46,8 +62,15 @@ def allocate(risk_per_layer: Mapping[int, int], total: int, experts_per_layer: M
 def select(unsaved_tokens: Mapping[OperatorId, int], allocation: Mapping[int, int]) -> tuple[OperatorId, ...]:
     """The experts that MOETION Alg. 1 saves, ascending: of each layer l the S[l] with the most tokens since last saved.
 
-    Candidates are the keys of `unsaved_tokens`; ties go to the lower OperatorId. Raises UsageError for an operator that
-    is no expert, negative tokens, and an S[l] that is negative or above the candidates of its layer.
+    Ties go to the lower OperatorId.
+
+    Args:
+        unsaved_tokens: Tokens of each candidate since it was last saved.
+        allocation: S[l], experts to save by layer.
+
+    Raises:
+        UsageError: An operator that is no expert, negative tokens, and an S[l] that is negative or above the candidates
+            of its layer.
     """
     for operator, tokens in unsaved_tokens.items():
         whole(f"tokens of {_expert(operator)}", tokens, 0)
@@ -66,9 +89,16 @@ def within_budget(
 ) -> tuple[OperatorId, ...]:
     """MOETION Alg. 1 for one budget: the experts among the keys of `unsaved_tokens` that are saved, ascending.
 
-    available_bytes: of the budget, without what non-experts take. At least one expert is saved where there is any: with
-    none the tokens of all of them would be at risk for ever, and one is what the paper calls the least (MOETION 4.1).
-    Raises UsageError for negative tokens and experts of 0 bytes.
+    At least one expert is saved where there is any: with none the tokens of all of them would be at risk for ever, and
+    one is what the paper calls the least (MOETION 4.1).
+
+    Args:
+        unsaved_tokens: Tokens of each candidate since it was last saved.
+        available_bytes: Bytes of the budget, less the share of non-experts.
+        expert_bytes: Bytes of one expert.
+
+    Raises:
+        UsageError: Negative tokens and experts of 0 bytes.
     """
     if not unsaved_tokens:
         return ()
@@ -144,14 +174,22 @@ def selective_plan(
     unsaved_remote: Mapping[OperatorId, int],
     budgets: Budgets,
 ) -> SelectivePlan:
-    """MOETION Alg. 1 for one rank, whose shards of operators `sizes` gives: the state after `iteration`.
+    """MOETION Alg. 1 for one rank.
 
-    Tokens are counted since each expert was last copied (`unsaved_local`) and last sent (`unsaved_remote`); an expert
-    that is missing has none, operators that the rank does not own are ignored. Non-experts are saved in full each time.
-    The paper selects for both budgets independently; here what is sent is chosen among what is copied, by its own
-    ranking, because no other state of this iteration is there to be sent. Experts of unequal size count as the largest.
-    A budget that holds no expert gives S[l] = 0: their unsaved tokens then grow, which the caller must watch.
-    Raises UsageError for negative tokens and experts of 0 bytes.
+    Operators that the rank does not own are ignored. Non-experts are saved in full each time. The paper selects for
+    both budgets independently; here what is sent is chosen among what is copied, by its own ranking, because no other
+    state of this iteration is there to be sent. Experts of unequal size count as the largest. A budget that holds no
+    expert gives S[l] = 0: their unsaved tokens then grow, which the caller must watch.
+
+    Args:
+        iteration: The iteration whose state is saved.
+        sizes: Bytes of the rank's shards of operators.
+        unsaved_local: Tokens of each expert since it was last copied to the host; none where an expert is missing.
+        unsaved_remote: Tokens of each expert since it was last sent to peers; none where an expert is missing.
+        budgets: What the rank's links carry during an iteration.
+
+    Raises:
+        UsageError: Negative tokens and experts of 0 bytes.
     """
     experts = [operator for operator in sizes if operator.is_expert]
     local, copied = _selection(iteration, sizes, {op: unsaved_local.get(op, 0) for op in experts}, budgets.local_bytes)
@@ -194,12 +232,19 @@ def capacity_boost(
 ) -> CapacityBoost:
     """MOETION 6: experts that lost tokens process up to 10 % more, in room that others of their layer leave unused.
 
-    `capacity` is each expert's base capacity, `routed_tokens` what the gate sends it in this iteration before any token
-    is dropped. The sum of capacities of a layer does not change. The paper leaves open when a lost token is made up
-    for: here one by each token processed beyond the base capacity, so that an expert with room to spare gets no boost,
-    which would only add padding, and keeps its debt. The boost rounds up, so that it is never nothing; what the others
-    leave is shared in proportion. `debt` of the result has only experts that still owe: the next `lost_tokens`.
-    Raises UsageError for negative values, operators that are no experts or have no capacity, and a boost below 1 %.
+    The sum of capacities of a layer does not change. The paper leaves open when a lost token is made up for: here one
+    by each token processed beyond the base capacity, so that an expert with room to spare gets no boost, which would
+    only add padding, and keeps its debt. The boost rounds up, so that it is never nothing; what the others leave is
+    shared in proportion. `debt` of the result has only experts that still owe: the next `lost_tokens`.
+
+    Args:
+        lost_tokens: Tokens that each expert still owes.
+        capacity: Base capacity of each expert, in tokens.
+        routed_tokens: Tokens that the gate sends each expert in this iteration, before any is dropped.
+        boost_percent: How far capacity may be exceeded, in percent.
+
+    Raises:
+        UsageError: Negative values, operators that are no experts or have no capacity, and a boost below 1 %.
     """
     whole("boost_percent", boost_percent, 1)
     for name, counts in (("capacity", capacity), ("lost_tokens", lost_tokens), ("routed_tokens", routed_tokens)):

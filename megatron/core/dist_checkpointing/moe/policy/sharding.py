@@ -85,7 +85,12 @@ Strategy = Callable[[Sequence[Stretch], Sequence[int]], list[Stretch]]
 
 
 def first_replica(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]:
-    """The baseline of MoC Fig. 7(a): rank 0 of the data-parallel group, and for experts EP group 0."""
+    """The baseline of MoC Fig. 7(a): rank 0 of the data-parallel group, and for experts EP group 0.
+
+    Args:
+        held: Stretches, each over all ranks that hold it.
+        loads: Bytes that each rank saves anyway; not looked at.
+    """
     return [replace(stretch, ranks=stretch.ranks[:1]) for stretch in held]
 
 
@@ -95,6 +100,10 @@ def all_replicas(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]
     The text of 4.1 and the second condition of eq. 9 take whole experts as the smallest unit, so that half of "Expert0"
     in Fig. 7 is that of half of the layers. Parts of each expert are the same bytes when all experts are saved, and
     stay even when partial selections are not.
+
+    Args:
+        held: Stretches, each over all ranks that hold it.
+        loads: Bytes that each rank saves anyway; not looked at.
     """
     return list(held)
 
@@ -103,6 +112,10 @@ def fixed_layers(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]
     """MoC 4.2: whole layers over all data-parallel ranks, whatever else they save: the same for each checkpoint.
 
     The paper leaves open which rank takes which layer: larger ones first, to the rank with the fewest non-expert bytes.
+
+    Args:
+        held: Stretches, each over all ranks that hold it.
+        loads: Bytes that each rank saves anyway; not looked at.
     """
     return [stretch for units in _grouped(held).values() for stretch in _greedy(units, [0] * len(units[0].ranks))]
 
@@ -111,6 +124,10 @@ def adaptive_layers(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stret
     """MoC 4.3 (ADPS of PEC 3.2): whole layers, larger ones first, to the rank with the fewest bytes; ties by rank.
 
     A greedy choice can end above the fixed one; where it does, the fixed one is taken, as the paper does not.
+
+    Args:
+        held: Stretches, each over all ranks that hold it.
+        loads: Bytes that each rank saves anyway, by rank.
     """
     chosen: list[Stretch] = []
     for ranks, units in _grouped(held).items():
@@ -143,18 +160,26 @@ def shard_checkpoint(
 ) -> ShardAssignment:
     """Assign each byte of a checkpoint to one rank that holds it (MoC section 4).
 
-    `parts` names the components of each operator that this checkpoint saves, as `SnapshotPlan.parts` does; None saves
-    everything. With `optimizer_sharded` (ZeRO-1/2, the distributed optimizer) each rank saves the equal share of master
-    weights and moments that it owns and the strategy decides on the compute weights; without, it decides on all.
-    Pipeline stages and tensor ranks hold pieces of their own and are treated alike; what tensor parallelism replicates
-    (norms, routers) counts as split. Context-parallel ranks count as data-parallel ones.
+    With a sharded optimizer each rank saves the equal share of master weights and moments that it owns and the strategy
+    decides on the compute weights; without, it decides on all. Pipeline stages and tensor ranks hold pieces of their
+    own and are treated alike; what tensor parallelism replicates (norms, routers) counts as split. Context-parallel
+    ranks count as data-parallel ones.
 
     The smallest unit of non-experts is an operator: where the paper has attention and FFN apart, a layer here has them
     in one, and the embedding is one unit that can be the bottleneck however many ranks share the rest.
-    `max_unit_bytes` splits larger non-expert units into equal parts; None splits nothing, as the paper.
 
-    Raises UsageError for an unknown strategy, operators that the model does not have, a `max_unit_bytes` below the
-    bytes of one parameter, layers that cannot fill the stages, and an `ep` that does not divide the experts.
+    Args:
+        strategy: A name in SHARDINGS.
+        shape: The shape of the model.
+        topology: The rank layout.
+        precision: Bytes per parameter of each component.
+        parts: Components of each operator that are saved, as in `SnapshotPlan.parts`; None: everything.
+        optimizer_sharded: Whether the optimizer is distributed (ZeRO-1/2).
+        max_unit_bytes: Larger non-expert units are split into equal parts; None: nothing is, as in the paper.
+
+    Raises:
+        UsageError: An unknown strategy, operators that the model does not have, a `max_unit_bytes` below the bytes of
+            one parameter, layers that cannot fill the stages, and an `ep` that does not divide the experts.
     """
     if strategy not in SHARDINGS:
         raise UsageError(f"sharding is {strategy!r}, but must be one of {', '.join(SHARDINGS)}")

@@ -68,7 +68,16 @@ class CommitRounds:
     open: tuple[CommitRound, ...] = ()
 
     def begun(self, level: Level, plan: SnapshotPlan, span: range) -> CommitRounds:
-        """With one more round. Raises MoECheckpointError when it is open already."""
+        """With one more round.
+
+        Args:
+            level: Where the copies go.
+            plan: The snapshot.
+            span: The iterations whose snapshots restore a state together with this one.
+
+        Raises:
+            MoECheckpointError: It is open already.
+        """
         round_ = CommitRound(level, plan, span)
         if round_.key in [known.key for known in self.open]:
             raise MoECheckpointError(f"the {level.value} round of iteration {plan.iteration} is open already")
@@ -154,9 +163,13 @@ class TrackedWindow:
         return self._agreed(Status.SEALED, iteration).after(event)
 
     def ended(self, iteration: int, agreed: Status) -> TrackedWindow:
-        """After nothing more happens to the snapshot of this iteration.
+        """After nothing more happens to the snapshot of one iteration.
 
         A window that is given up keeps what is still under way, because that takes memory until it has ended.
+
+        Args:
+            iteration: The iteration of the snapshot.
+            agreed: The final status, of all ranks the least.
         """
         if self.state is WindowState.RESTORED:  # all of it is replicated in one round
             return self._judged(self._agreed(agreed))
@@ -236,10 +249,16 @@ class RestoredState:
 
 
 def may_begin(iteration: int, windows: Collection[TrackedWindow], rounds: CommitRounds, places: int = PLACES) -> bool:
-    """Whether memory has room for a snapshot of this iteration; places: spans of one kind that it has room for.
+    """Whether memory has room for a snapshot of this iteration.
 
     A window that was begun has its room. For a new one, of each kind one span is kept, one may be under way, one is
     coming (MoC 5.2); what lacks replicas, or is still being persisted, takes the place of one.
+
+    Args:
+        iteration: The iteration to snapshot.
+        windows: The windows that memory holds.
+        rounds: The open rounds.
+        places: Spans of one kind that memory has room for.
     """
     copying = {window.span for window in windows if window.state is WindowState.COPYING}
     if any(iteration in span for span in copying):
@@ -261,6 +280,10 @@ def yields_replicas(window: TrackedWindow, windows: Iterable[TrackedWindow]) -> 
     """Whether a whole window that lacks replicas gives up those it has: the next one brings its own as it goes.
 
     Not where it is all there is: some ranks may have all of their replicas. A single snapshot leaves no room to gain.
+
+    Args:
+        window: The window that lacks replicas.
+        windows: All windows that memory holds.
     """
     lacks_some = window.state is WindowState.UNDER_REPLICATED and len(window.span) > 1
     return lacks_some and any(other.state is WindowState.PROTECTED for other in windows)

@@ -73,7 +73,15 @@ class Schedule:
 def schedule_of(
     ordered: Sequence[OperatorId], load: Items, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
 ) -> Schedule:
-    """The schedule that anchors these positions of `ordered`, whose bytes are `load`, in each step."""
+    """The schedule that anchors given operators in each step.
+
+    Args:
+        ordered: The operators in the order of anchoring.
+        load: Their bytes, by position in `ordered`.
+        groups: The positions that each step anchors.
+        first_iteration: The iteration of the first step.
+        budget: Bytes that a snapshot may have without a stall.
+    """
     full = [sum(map(load.full.__getitem__, group)) for group in groups]
     weights = [sum(map(load.weights.__getitem__, group)) for group in groups]
     later = list(accumulate(reversed(weights), initial=0))[-2::-1]
@@ -103,7 +111,15 @@ def _why(ordered: Sequence[OperatorId], load: Items, loads: tuple[int, ...], bud
 
 
 def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
-    """Bytes by position in `ordered`. Raises UsageError for no operators, one twice, and one without a size."""
+    """Bytes by position in `ordered`.
+
+    Args:
+        ordered: The operators in the order of anchoring, each once.
+        sizes: Bytes of each operator.
+
+    Raises:
+        UsageError: There are no operators, or one occurs twice or has no size.
+    """
     try:
         known = [sizes[operator] for operator in ordered]
     except KeyError as missing:
@@ -163,14 +179,21 @@ def joint_schedules[AnyLane: tuple[int, ...]](
 ) -> dict[AnyLane, Schedule]:
     """Byte-aware schedules of the same window size for all lanes of a job, by lane, ascending (MoEvement 3.5).
 
-    Each lane's ranks copy only their own operators, given in the order of anchoring; `sizes` are bytes per rank, the
-    same for all lanes or by lane, and `budget_bytes` is that of one rank. Operators in several lanes (non-experts) are
-    anchored in the same step by all of them. The window is the largest that any lane needs on its own, or, if shared
-    operators then keep a lane from fitting, the next larger one up to twice that size with which all fit that can.
-    `window` forces it. A lane with fewer operators than iterations has empty steps. The result does not depend on the
-    order of `lanes` or `sizes`.
-    Raises UsageError for a budget below 1, no lanes, a window below 1 or above the largest number of operators in a
-    lane, and a lane without operators, with one twice, or with one that has no size.
+    Each lane's ranks copy only their own operators. Operators in several lanes (non-experts) are anchored in the same
+    step by all of them. The window is the largest that any lane needs on its own, or, if shared operators then keep a
+    lane from fitting, the next larger one up to twice that size with which all fit that can. A lane with fewer
+    operators than iterations has empty steps. The result does not depend on the order of `lanes` or `sizes`.
+
+    Args:
+        lanes: The operators of each lane, in the order of anchoring.
+        sizes: Bytes of operators on one rank, the same for all lanes or by lane.
+        budget_bytes: Bytes that one rank may copy in an iteration without a stall.
+        first_iteration: The iteration of the first step.
+        window: The number of iterations; None: chosen as above.
+
+    Raises:
+        UsageError: A budget below 1, no lanes, a window below 1 or above the largest number of operators in a lane, and
+            a lane without operators, with one twice, or with one that has no size.
     """
     whole("budget_bytes", budget_bytes, 1)
     if not lanes:
