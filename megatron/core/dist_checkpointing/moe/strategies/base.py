@@ -190,7 +190,9 @@ class Strategy(ABC):
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
         """A sentence for each setting that makes no sense with this strategy, with its value and what to change.
 
-        num_experts: routed experts of each MoE layer; 0 for a dense model.
+        Args:
+            config: The settings of the job.
+            num_experts: Routed experts of each MoE layer; 0 for a dense model.
         """
         return iter(())
 
@@ -304,16 +306,32 @@ class Strategy(ABC):
         return "no snapshots are taken: training is not protected"
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """Tokens routed in `iteration`, per MoE layer and expert."""
+        """Tokens were routed in an iteration.
+
+        Args:
+            iteration: The iteration that was trained.
+            counts: Tokens by MoE layer and expert, summed over all ranks; gating probabilities with `counts_gates`.
+        """
         return
 
     def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """Tokens processed beyond the capacity in `iteration`, per MoE layer and expert; called after `counted`."""
+        """Tokens were processed beyond the capacity in an iteration; called after `counted`.
+
+        Args:
+            iteration: The iteration that was trained.
+            counts: Tokens by MoE layer and expert, summed over all ranks.
+        """
         return
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        """All ranks have sealed (SNAPSHOT) or persisted (PERSIST) what they own of `plan`, or all peers that were sent
-        it have acknowledged it (REPLICAS, after SNAPSHOT); not `ok`: some have not."""
+        """What was under way at a level has ended.
+
+        Args:
+            plan: The snapshot.
+            level: SNAPSHOT: sealed; PERSIST: persisted; REPLICAS, after SNAPSHOT: acknowledged by the peers that were
+                sent it.
+            ok: Whether that holds for all ranks, each with what it owns of `plan`.
+        """
         self._constants = self._constants.settled(plan, level, ok)
 
     def measured(self, costs: Costs) -> None:
@@ -334,13 +352,28 @@ class Strategy(ABC):
         return {"rhythm": self._interval_policy.to_data(), **self._constants.to_data()}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
-        """How to come back. Raises RecoveryImpossible."""
+        """How to come back.
+
+        Args:
+            inventory: All that was found after the failure.
+            lost: Ranks and nodes that failed.
+            topology: The rank layout.
+
+        Raises:
+            RecoveryImpossible: No intact copies lead to a state.
+        """
         return plan_recovery(inventory, lost, topology, tied_embeddings=self._job.tied_embeddings)
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
-        """Go on from `plan.target` with what was remembered there; returns the plan with the tokens that it loses.
+        """Go on from `plan.target` with what was remembered there.
 
-        `fault_iteration` is the newest iteration that is known to have ended before the fault.
+        Args:
+            plan: The recovery that was carried out.
+            data: What `to_data` gave at its target.
+            fault_iteration: The newest iteration that is known to have ended before the fault.
+
+        Returns:
+            The plan with the tokens that it loses.
         """
         self._interval_policy = self._interval_policy.from_data(data["rhythm"])
         self._constants = self._constants.resumed(data, plan)

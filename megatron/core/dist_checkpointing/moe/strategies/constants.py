@@ -32,7 +32,12 @@ class ConstantState:
     writes: frozenset[int] = frozenset()
 
     def planned(self, plan: SnapshotPlan, *, writing: bool) -> ConstantState:
-        """A snapshot is planned: it holds a copy where some level lacks one. writing: it will go on to storage."""
+        """A snapshot is planned: it holds a copy where some level lacks one.
+
+        Args:
+            plan: The snapshot.
+            writing: Whether it will go on to storage.
+        """
         lacks = Level.SNAPSHOT not in self.saved and not self.flights
         lacks_stored = writing and Level.PERSIST not in self.saved and not self.writes
         if not self.operators or not (lacks or lacks_stored):
@@ -86,7 +91,12 @@ class ConstantState:
         return {"constants": {"operators": operators, "levels": levels, "under_way": bool(self.flights)}}
 
     def resumed(self, data: Mapping[str, Any], plan: RecoveryPlan) -> ConstantState:
-        """The value at the target of a recovery, whose `to_data` this is."""
+        """The value at the target of a recovery.
+
+        Args:
+            data: What `to_data` gave there.
+            plan: The recovery.
+        """
         known = data.get("constants") or {"operators": (), "levels": (), "under_way": False}
         fresh = ConstantState(self.operators)
         if {tuple(row) for row in known["operators"]} != {(one.layer, one.kind, one.expert) for one in self.operators}:

@@ -40,7 +40,13 @@ class MemoryReport:
 
 
 def memory_report(specs: Sequence[BufferSpec], sizes: Mapping[OperatorId, OperatorSize], owners: int) -> MemoryReport:
-    """The account of a rank that owns operators of these sizes and keeps the replicas of `owners` ranks."""
+    """The account of one rank.
+
+    Args:
+        specs: The buffers that its strategy asks for.
+        sizes: Bytes of the operators that it owns.
+        owners: How many ranks' replicas it keeps.
+    """
     plans = [plan for spec in specs for plan in (spec.largest, *spec.also)]
     largest = [(spec, max(_bytes(plan, sizes) for plan in (spec.largest, *spec.also))) for spec in specs]
     segments = [(spec, segment_bytes(nbytes, varies=bool(spec.also))) for spec, nbytes in largest]
@@ -54,9 +60,11 @@ def memory_report(specs: Sequence[BufferSpec], sizes: Mapping[OperatorId, Operat
 
 
 def segment_bytes(nbytes: int, *, varies: bool) -> int:
-    """The size of a segment for pieces of at most so many bytes.
+    """The size of a segment for pieces.
 
-    varies: they change as windows do. Then there are only so many sizes, so that not every change takes new memory.
+    Args:
+        nbytes: Bytes of the largest piece.
+        varies: They change as windows do: then there are only so many sizes, so that not every change takes new memory.
     """
     step = max(1, (1 << nbytes.bit_length() - 1) // _STEPS) if varies and nbytes else 1
     return -(-nbytes // step) * step

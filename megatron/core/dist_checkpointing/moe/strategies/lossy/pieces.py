@@ -23,7 +23,10 @@ def expert_pieces(
 ) -> tuple[Piece, ...]:
     """`dense` with all that is not the full state of an expert, then each expert of which the plan has that.
 
-    sent: experts whose pieces peers get too; None: all.
+    Args:
+        plan: The snapshot to cut.
+        kinds: The kind of each expert's piece.
+        sent: Experts whose pieces peers get too; None: all.
     """
     alone = sorted(op for op, part in plan.parts.items() if op.is_expert and Part.MASTER_AND_MOMENTS in part)
     rest = plan.parts.keys() - alone

@@ -74,7 +74,12 @@ class LossyState:
         return level not in self.complete and self.experts not in under_way
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> LossyState:
-        """With the tokens of `iteration`; if it was planned, its counts are kept for when it is restored."""
+        """With the tokens of one more iteration; if it was planned, its counts are kept for when it is restored.
+
+        Args:
+            iteration: The iteration that was trained.
+            counts: Tokens by MoE layer and expert.
+        """
         ledger = self.ledger
         if ledger is None:
             ledger = TokenLedger.started(
@@ -90,7 +95,13 @@ class LossyState:
         return replace(self, ledger=ledger.marked(flight.meant_for), captured=captured)
 
     def settled(self, iteration: int, level: Level, ok: bool) -> LossyState:
-        """With the outcome of what was under way at this level; what is not under way changes nothing."""
+        """With the outcome of what was under way; what is not under way changes nothing.
+
+        Args:
+            iteration: The iteration of the snapshot.
+            level: Where copies of it were to go.
+            ok: Whether all ranks have them there.
+        """
         if level is Level.PERSIST:
             return self._persisted(iteration, ok)
         if level is Level.REPLICAS:
@@ -164,12 +175,17 @@ class LossyState:
     def resumed(
         self, data: Mapping[str, Any], plan: RecoveryPlan, fault_iteration: int
     ) -> tuple[LossyState, dict[OperatorId, int]]:
-        """The state at `plan.target`, whose `to_data` this is, and the tokens that each expert with an older copy lost.
+        """The state at the target of a recovery, and the tokens that each expert with an older copy lost.
 
         What was restored from memory is sent to peers again at once, and so counts as if they had it.
 
         Exact for a copy of the last captures or one that the ledger knows; any older one counts as the newest known one
         before it, so that never fewer tokens are reported than were lost.
+
+        Args:
+            data: What `to_data` gave at the target.
+            plan: The recovery.
+            fault_iteration: The newest iteration that is known to have ended before the fault.
         """
         captured = _captures_of(data)
         used, stored = _used(plan)

@@ -74,9 +74,11 @@ class Lossy(Strategy):
         raise NotImplementedError
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.counted`."""
         self._state = self._state.counted(iteration, counts)
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+        """As `Strategy.settled`."""
         self._state = self._state.settled(plan.iteration, level, ok)
 
     def to_data(self) -> dict[str, Any]:
@@ -84,11 +86,11 @@ class Lossy(Strategy):
         return {**super().to_data(), **self._state.to_data(), "planned": planned}
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
-        """The tokens are counted by `resumed`, for the counts are stored with the target."""
+        """As `Strategy.recover`; the tokens are counted by `resumed`, for the counts are stored with the target."""
         return plan_lossy_recovery(inventory, lost, topology, lambda operator, after, upto: 0)
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
-        """Lost are the tokens counted after the copy of each expert, up to the target."""
+        """As `Strategy.resumed`: lost are the tokens counted after the copy of each expert, up to the target."""
         plan = super().resumed(plan, data, fault_iteration)
         self._state, lost_tokens = self._state.resumed(data, plan, fault_iteration)
         return replace(plan, lost_tokens=lost_tokens)

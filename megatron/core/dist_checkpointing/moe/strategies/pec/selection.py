@@ -12,7 +12,15 @@ from ..lossy.state import Experts
 
 
 def overdue(stages: Stages, num_experts: int, ages: Mapping[OperatorId, int], limit: int, k: int) -> Experts:
-    """Of each layer up to K experts of those that have the age `limit` or more, the oldest first."""
+    """Of each layer the oldest experts that have reached an age.
+
+    Args:
+        stages: MoE layers of each pipeline stage.
+        num_experts: N, experts per MoE layer.
+        ages: Snapshots or writes since each expert was last in one.
+        limit: The age from which an expert counts.
+        k: K, the most experts of a layer.
+    """
     chosen: set[OperatorId] = set()
     for layer in (layer for layers in stages for layer in layers):
         late = [one for index in range(num_experts) if ages[one := expert(layer, index)] >= limit]
@@ -21,8 +29,13 @@ def overdue(stages: Stages, num_experts: int, ages: Mapping[OperatorId, int], li
 
 
 def k_within(job: Job, budget_bytes: int) -> int:
-    """The largest K with which no rank copies more than the budget: MoC 5.3 with the sizes of this job; 0 if there is
-    none, or no rank's sizes are known."""
+    """The largest K with which no rank copies more than a budget: MoC 5.3 with the sizes of this job; 0 if there is
+    none, or no rank's sizes are known.
+
+    Args:
+        job: The job, with the sizes of operators by rank.
+        budget_bytes: Bytes that a rank may copy.
+    """
     found = job.num_experts if job.sizes else 0
     for sizes in job.sizes.values():
         experts = [size.full_bytes for operator, size in sizes.items() if operator.is_expert]
@@ -38,7 +51,15 @@ def k_within(job: Job, budget_bytes: int) -> int:
 def to_persist(
     layers: Sequence[int], num_experts: int, offered: Iterable[OperatorId], k: int, ages: Mapping[OperatorId, int]
 ) -> Experts:
-    """Of the experts in a snapshot, K per layer that were persisted longest ago, or all of a layer that has fewer."""
+    """Of the experts in a snapshot, K per layer that were persisted longest ago, or all of a layer that has fewer.
+
+    Args:
+        layers: The MoE layers.
+        num_experts: N, experts per MoE layer.
+        offered: The experts in the snapshot.
+        k: K, experts per layer to persist.
+        ages: Writes since each expert was last persisted.
+    """
     found: dict[int, list[OperatorId]] = {layer: [] for layer in layers}
     for operator in offered:
         found[operator.layer].append(operator)
@@ -54,5 +75,10 @@ def to_persist(
 
 
 def age(iterations: Sequence[int], last: int) -> int:
-    """How many of the ascending `iterations` came after `last`."""
+    """How many snapshots or writes came after the last one of an expert.
+
+    Args:
+        iterations: Their iterations, ascending.
+        last: The iteration of the expert's last one.
+    """
     return len(iterations) - bisect_right(iterations, last)

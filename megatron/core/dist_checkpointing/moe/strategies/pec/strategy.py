@@ -50,6 +50,7 @@ class Pec(Lossy):
 
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+        """As `Strategy.contradictions`."""
         if not num_experts:
             yield "--moe-ckpt-strategy pec needs --num-experts; a dense model is protected with full or sparse"
         elif config.pec_k_snapshot > num_experts:
@@ -118,6 +119,7 @@ class Pec(Lossy):
         return {**super().to_data(), "cursor": self._cursor, "k": self._k}
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
+        """As `Strategy.resumed`."""
         plan = super().resumed(plan, data, fault_iteration)
         self._cursor, self._k = data["cursor"] % self._job.num_experts, data["k"]
         return plan

@@ -17,7 +17,15 @@ UNBOUNDED = 2**62
 
 
 def parse_budget(flag: str, text: str) -> int | None:
-    """Bytes of one snapshot on one rank; None for `auto`. Raises UsageError."""
+    """Bytes of one snapshot on one rank; None for `auto`.
+
+    Args:
+        flag: The flag, for the error.
+        text: Its value.
+
+    Raises:
+        UsageError: The value is neither `auto` nor a number of bytes above 0.
+    """
     if text == AUTO:
         return None
     nbytes = parse_bytes(text)

@@ -43,7 +43,11 @@ def selected(
 ) -> tuple[Experts, Experts]:
     """The experts that a snapshot has, and those of them that peers are sent, each lane by its own budget.
 
-    unsaved, unsent: tokens of each expert since it was last copied, and last sent.
+    Args:
+        lanes: The lanes of the job.
+        budgets: What links carry during an iteration.
+        unsaved: Tokens of each expert since it was last copied.
+        unsent: Tokens of each expert since it was last sent.
     """
     pairs = [_of_lane(lane, budgets, unsaved, unsent) for lane in lanes]
     return frozenset[OperatorId]().union(*(one for one, _ in pairs)), frozenset[OperatorId]().union(

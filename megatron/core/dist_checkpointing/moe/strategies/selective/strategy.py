@@ -48,6 +48,7 @@ class Selective(Lossy):
 
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+        """As `Strategy.contradictions`."""
         if not num_experts:
             yield "--moe-ckpt-strategy selective needs --num-experts; a dense model is protected with full or sparse"
         for flag, text in ((LOCAL_FLAG, config.budget_local), (REMOTE_FLAG, config.budget_remote)):
@@ -126,6 +127,7 @@ class Selective(Lossy):
         return self._owed
 
     def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.repaid`."""
         rows = dict(zip(self._job.moe_layers, counts, strict=True))
         left = {one: tokens - rows[one.layer][one.expert] for one, tokens in self._owed.items()}
         self._owed = {one: tokens for one, tokens in left.items() if tokens > 0}
@@ -138,6 +140,7 @@ class Selective(Lossy):
         return {**super().to_data(), "links": self._budgets.to_data(), "owed": owed}
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
+        """As `Strategy.resumed`."""
         plan = super().resumed(plan, data, fault_iteration)
         self._budgets = self._budgets.from_data(data["links"])
         self._owe(plan.lost_tokens, data["owed"])

@@ -117,6 +117,7 @@ class Sparse(Strategy):
 
     @classmethod
     def contradictions(cls, config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
+        """As `Strategy.contradictions`."""
         whole = config.window.isascii() and config.window.isdigit() and int(config.window) >= 1
         if config.window != AUTO and not whole:
             yield f"--moe-ckpt-window {config.window} is neither auto nor a number of iterations from 1 on"
@@ -204,9 +205,11 @@ class Sparse(Strategy):
         return self._table.buffer_specs if self._table else NO_BUFFERS
 
     def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.counted`."""
         self._popularity = self._popularity.counted(counts)
 
     def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+        """As `Strategy.settled`."""
         super().settled(plan, level, ok)
         begun = self._windows.of(plan.iteration)
         if level is not Level.SNAPSHOT or begun is None:
@@ -238,6 +241,11 @@ class Sparse(Strategy):
         """The next iteration begins a window, in the same order and of the same size.
 
         Other flags than before the fault hold from there on.
+
+        Args:
+            plan: The recovery that was carried out.
+            data: What `to_data` gave at its target.
+            fault_iteration: The newest iteration that is known to have ended before the fault.
         """
         plan = super().resumed(plan, data, fault_iteration)
         self._windows = _Windows()

@@ -77,7 +77,12 @@ def ordering_of(job: Job) -> str:
 
 
 def ordered(job: Job, counts: Counts) -> tuple[OperatorId, ...]:
-    """The operators of a model in the order in which a window anchors them."""
+    """The operators of a model in the order in which a window anchors them.
+
+    Args:
+        job: The job, with its operators and settings.
+        counts: Tokens per expert.
+    """
     ordering, capacities = ordering_of(job), job.config.ordering_capacities
     if ordering == "capacity-aware":
         by_expert = {op: capacities[op.expert] for op in job.changing if op.is_expert}
@@ -86,10 +91,18 @@ def ordered(job: Job, counts: Counts) -> tuple[OperatorId, ...]:
 
 
 def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_bytes: int = 0) -> Timetable:
-    """The window of this size, or the smallest one whose snapshots fit `budget_bytes` (0: any) on every rank.
+    """The window of a given size, or the smallest one whose snapshots fit a budget on every rank.
 
     Each rank copies only what it owns, so each has its own bytes; the window is the largest that any rank needs.
-    Raises UsageError for a window that is larger than the number of operators that any rank owns.
+
+    Args:
+        job: The job, with the operators that each rank owns and their sizes.
+        counts: Tokens per expert, which order the operators.
+        window: The number of iterations; None: chosen by the budget.
+        budget_bytes: Bytes that a snapshot may have on a rank; 0: any.
+
+    Raises:
+        UsageError: A window that is larger than the number of operators that any rank owns.
     """
     order = ordered(job, counts)
     sizes = job.changing_sizes or {0: dict.fromkeys(job.changing, UNKNOWN)}
@@ -112,7 +125,12 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
 
 
 def as_full(job: Job, counts: Counts) -> Timetable:
-    """Everything in each snapshot, in as much room as `full` needs."""
+    """Everything in each snapshot, in as much room as `full` needs.
+
+    Args:
+        job: The job, with the operators that each rank owns and their sizes.
+        counts: Tokens per expert, which order the operators.
+    """
     return replace(timetable(job, counts, window=1), replica_windows=2)
 
 
@@ -120,6 +138,11 @@ def larger_window(job: Job, counts: Counts, table: Timetable) -> Timetable | Non
     """The next larger window, of at most twice the size, whose segments take less; None where there is none.
 
     Mostly there is none, as each iteration more stores the weights that wait once more.
+
+    Args:
+        job: The job, with the operators that each rank owns and their sizes.
+        counts: Tokens per expert, which order the operators.
+        table: The window to enlarge.
     """
     most = max((len(own) for own in job.changing_sizes.values()), default=len(job.changing))
     for size in range(table.size + 1, min(most, 2 * table.size) + 1):
@@ -172,7 +195,12 @@ class Budget:
         return replace(self, passes_s=passes, bandwidths=bandwidths)
 
     def measured(self, costs: Costs, peak_bytes: int) -> Budget:
-        """With one more snapshot that was replicated, of `peak_bytes` at most."""
+        """With one more snapshot that was replicated.
+
+        Args:
+            costs: What it took.
+            peak_bytes: Bytes of the window's largest snapshot.
+        """
         if costs.round_s <= 0 or not peak_bytes:
             return self
         return replace(self, replicable=_with(self.replicable, peak_bytes * costs.iteration_s / costs.round_s))
@@ -258,7 +286,12 @@ class Popularity:
         return replace(self, counts=tuple(map(tuple, rows)))
 
     def has_changed(self, threshold: float, fraction: float) -> bool:
-        """Whether the operators are to be ordered anew (MoEvement 3.5)."""
+        """Whether the operators are to be ordered again (MoEvement 3.5).
+
+        Args:
+            threshold: The relative change of a frequency above which an expert has changed.
+            fraction: The share of experts that have to change.
+        """
         return bool(self.counts) and should_reorder(self.last, self._by_expert(self.counts), threshold, fraction)
 
     def reordered(self) -> Popularity:
