@@ -129,7 +129,12 @@ class Layout:
 
     @classmethod
     def of(cls, fields: Iterable[Field], align_bytes: int = ALIGNMENT_BYTES) -> Layout:
-        """Fields one behind the other in the given order, each at the next multiple of `align_bytes`."""
+        """Fields one behind the other in the given order, each at the next multiple of `align_bytes`.
+
+        Args:
+            fields: The fields, in the order of their bytes.
+            align_bytes: The alignment of each, a power of two.
+        """
         given, offsets, end = tuple(fields), [], 0
         for one in given:
             offsets.append(aligned(end, align_bytes))
@@ -236,11 +241,21 @@ class Listing:
 
 
 def aligned(offset: int, align_bytes: int) -> int:
-    """The first multiple of `align_bytes` that is not below `offset`."""
+    """The first multiple of `align_bytes` that is not below `offset`.
+
+    Args:
+        offset: Bytes from the start of the segment.
+        align_bytes: The alignment, above 0.
+    """
     return -(-offset // align_bytes) * align_bytes
 
 
 def suffice(segments: Iterable[int], wanted: Iterable[int]) -> bool:
-    """Whether each of the wanted sizes finds a segment of its own that is large enough."""
+    """Whether each of the wanted sizes finds a segment of its own that is large enough.
+
+    Args:
+        segments: Bytes of each segment that is there.
+        wanted: Bytes of each segment that is needed.
+    """
     have, need = sorted(segments, reverse=True), sorted(wanted, reverse=True)
     return len(have) >= len(need) and all(one >= other for one, other in zip(have, need, strict=False))

@@ -12,14 +12,25 @@ from .topology import Topology
 
 
 def moe_layers_of(frequency: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The MoE layers by Megatron's `--moe-layer-freq`: every n-th layer from the first, or where a pattern has a 1."""
+    """The MoE layers by Megatron's `--moe-layer-freq`.
+
+    Args:
+        frequency: Every n-th layer from the first, or a pattern with a 1 for each MoE layer.
+        num_layers: Layers of the model.
+    """
     if isinstance(frequency, int):
         return tuple(range(0, num_layers, frequency))
     return tuple(layer for layer, is_moe in enumerate(frequency) if is_moe)
 
 
 def iterate_operators(num_layers: int, num_experts: int, frequency: int | Sequence[int]) -> Iterator[OperatorId]:
-    """All operators of a model, ascending, that is from its input to its output; `num_experts` is 0 if it is dense."""
+    """All operators of a model, ascending, that is from its input to its output.
+
+    Args:
+        num_layers: Layers of the model.
+        num_experts: Routed experts of each MoE layer; 0 for a dense model.
+        frequency: Which layers are MoE layers, as in `moe_layers_of`.
+    """
     moe = set(moe_layers_of(frequency, num_layers) if num_experts else ())
     yield OperatorId(-1, OperatorKind.EMBEDDING)
     for layer in range(num_layers):
@@ -164,7 +175,12 @@ class ModelShape:
     def expert_rank(self, index: int, topology: Topology) -> int:
         """Expert-parallel rank of expert `index`: contiguous blocks of num_experts / ep.
 
-        Raises UsageError when ep does not divide the number of experts.
+        Args:
+            index: The global id of the expert in its layer.
+            topology: The rank layout, with the expert-parallel degree.
+
+        Raises:
+            UsageError: Ep does not divide the number of experts.
         """
         if self.num_experts % topology.ep:
             raise UsageError(f"model {self.name}: ep {topology.ep} does not divide num_experts {self.num_experts}")

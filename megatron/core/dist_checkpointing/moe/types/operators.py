@@ -44,7 +44,12 @@ class OperatorId:
 
 
 def expert(layer: int, index: int) -> OperatorId:
-    """The operator of routed expert `index` (a global id) in `layer`."""
+    """The operator of a routed expert.
+
+    Args:
+        layer: The layer, counted from 0 over the whole model.
+        index: The global id of the expert in it.
+    """
     return OperatorId(layer, OperatorKind.EXPERT, index)
 
 

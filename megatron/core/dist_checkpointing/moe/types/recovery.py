@@ -185,7 +185,13 @@ STANDBY = frozenset({LOG, PARKED, GRADIENTS})
 
 
 def boundary_key(direction: Direction, chunk: int, microbatch: int) -> str:
-    """The key of a tensor in a log: which way it was sent, by which model chunk of the sender, of which microbatch."""
+    """The key of a tensor in a log.
+
+    Args:
+        direction: Which way it was sent.
+        chunk: The model chunk of the sender.
+        microbatch: The microbatch, counted from 0.
+    """
     return f"{direction.value}/chunk{chunk}/microbatch{microbatch}"
 
 

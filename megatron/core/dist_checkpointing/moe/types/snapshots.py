@@ -129,7 +129,13 @@ def _in_order(item: tuple[OperatorId, Part]) -> tuple[int, int, int]:
 
 
 def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part.MASTER_AND_MOMENTS) -> SnapshotPlan:
-    """The plan of a dense checkpoint: the same part of every operator."""
+    """The plan of a dense checkpoint: the same part of every operator.
+
+    Args:
+        iteration: The iteration after which the state is taken.
+        operators: The operators of the model.
+        part: The components of each.
+    """
     return SnapshotPlan(iteration, dict.fromkeys(operators, part))
 
 
@@ -190,7 +196,12 @@ class WaitReport:
     overrun_s: float = 0.0
 
     def to_numbers(self, topology: Topology, rank: int) -> tuple[int, ...]:
-        """Integers whose sums over all ranks `of_stages` takes."""
+        """Integers whose sums over all ranks `of_stages` takes.
+
+        Args:
+            topology: The rank layout.
+            rank: The rank whose report this is.
+        """
         numbers = [0] * (len(_FIELDS) * topology.pp)
         first = len(_FIELDS) * topology.coordinates(rank).pp
         for at, name in enumerate(_FIELDS, first):
@@ -200,7 +211,12 @@ class WaitReport:
 
     @classmethod
     def of_stages(cls, sums: Sequence[int], topology: Topology) -> tuple[WaitReport, ...]:
-        """Of each pipeline stage, from the sums of what all ranks sent; none from no numbers."""
+        """Of each pipeline stage; none from no numbers.
+
+        Args:
+            sums: Sums over all ranks of their `to_numbers`.
+            topology: The rank layout.
+        """
         ranks, found = topology.world_size // topology.pp, []
         per_s = ranks * _PER_S
         for first in range(0, len(sums), len(_FIELDS)):
