@@ -23,19 +23,34 @@ class Writer(Protocol):
     """
 
     def put(self, key: str, data: Buffer) -> None:
-        """Store the bytes of record `key`: contiguous, exactly as many as its field has, each record once.
+        """Store the bytes of one record, each record once.
 
         The records may come in any order, but the layout's is the cheapest. After the return `data` may change.
-        Raises UsageError for a key or a size that the layout does not know, StoreFailure when the storage refuses.
+
+        Args:
+            key: The record's key in the layout.
+            data: Contiguous bytes, exactly as many as its field has.
+
+        Raises:
+            UsageError: The layout does not know such a key or size.
+            StoreFailure: The storage refuses.
         """
 
     def seal(self, facts: Facts, expect: Sequence[str] = ()) -> Manifest:
         """Commit: from here on the snapshot exists, whole and immutable, for this and every other process.
 
-        `expect` are checksums by which a copy is compared with its original, one per record in the layout's order.
-        Raises UnreadableCheckpoint when the bytes differ from them, UsageError when a record was not put or its
-        buffer is still referred to, StoreFailure when the storage refuses. After a StoreFailure ask `snapshots`: the
-        snapshot may be there, then it is whole, but might not survive a power cut.
+        After a StoreFailure ask `snapshots`: the snapshot may be there, then it is whole, but might not survive a power
+        cut.
+
+        Args:
+            facts: What the manifest says besides its records.
+            expect: Checksums by which a copy is compared with its original, one per record in the layout's order;
+                empty: none.
+
+        Raises:
+            UnreadableCheckpoint: The bytes differ from the expected checksums.
+            UsageError: A record was not put, or its buffer is still referred to.
+            StoreFailure: The storage refuses.
         """
 
     def abandon(self) -> None:
@@ -107,8 +122,14 @@ class Store(Protocol):
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
         """Begin to store a snapshot that the store does not hold.
 
-        Raises UsageError when it is sealed or being written already, or can never fit; NoRoom when space must be
-        freed first; StoreFailure when the storage refuses.
+        Args:
+            snapshot: The snapshot, which gives it its name.
+            layout: Its records and where they lie.
+
+        Raises:
+            UsageError: It is sealed or being written already, or can never fit.
+            NoRoom: Space must be freed first.
+            StoreFailure: The storage refuses.
         """
 
     def snapshots(self, rank: int | None = None) -> Listing:
@@ -145,7 +166,14 @@ class MappedStore(Store, Protocol):
     def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
         """Use segments of these sizes from here on: those that are there already stay, the rest is allocated.
 
-        before: called first where segments may go. What is sealed or still read in other segments stays until it is
-        freed. Where the segments suffice already, nothing happens. Raises NoRoom when the memory is too small: then all
-        stays as it was; StoreFailure.
+        What is sealed or still read in other segments stays until it is freed. Where the segments suffice already,
+        nothing happens.
+
+        Args:
+            segment_bytes: Bytes of each segment.
+            before: Called first where segments may go.
+
+        Raises:
+            NoRoom: The memory is too small: then all stays as it was.
+            StoreFailure: The storage refuses.
         """

@@ -25,7 +25,15 @@ class TrainerState(Protocol):
         """Random states as bytes by name, each of a size that never changes; copies, not views of live state."""
 
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
-        """Put back what `scalars` and `tensors` gave. Raises UnreadableCheckpoint when something is missing."""
+        """Put back what `scalars` and `tensors` gave.
+
+        Args:
+            scalars: JSON values, by their names.
+            tensors: Bytes, by their names.
+
+        Raises:
+            UnreadableCheckpoint: Something is missing.
+        """
 
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
         """After an iteration that was run again: what of the live state is not that of these `tensors`, which were
@@ -45,21 +53,26 @@ class Capturer(Protocol):
         """The operators of which this rank owns state."""
 
     def layout(self, plan: SnapshotPlan, *, trainer: bool = False, among: SnapshotPlan | None = None) -> Layout:
-        """The records of the parts in `plan` on this rank, with `trainer` also the random states, which come last.
-
-        among: The snapshot that the plan is a piece of: what it selects decides which data-parallel rank stores what
-        all of them hold; None: all that this rank may have to store.
+        """The records of a plan on this rank.
 
         Records of an operator have its id and their part; random states have keys RANDOM + name and no operator.
+
+        Args:
+            plan: The parts of operators to store.
+            trainer: Also the random states, which come last.
+            among: The snapshot that the plan is a piece of: what it selects decides which data-parallel rank stores
+                what all of them hold; None: all that this rank may have to store.
         """
 
     def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], pace: Pace | None = None) -> None:
         """Begin to copy; what the next forward and backward pass changes is copied before the return.
 
-        pace: when chunks of the rest may begin, until `end` is called; None: as fast as it goes.
+        In steady state nothing is allocated.
 
-        Each writer was reserved with its layout, one that `layout` gave; it may be sealed or abandoned once `end` has
-        returned. In steady state nothing is allocated.
+        Args:
+            copies: Layouts that `layout` gave, each with the writer that was reserved with it; it may be sealed or
+                abandoned once `end` has returned.
+            pace: When chunks of the rest may begin, until `end` is called; None: as fast as it goes.
         """
 
     def end(self, timeout_s: float) -> None:
@@ -85,11 +98,20 @@ class Restorer(Protocol):
         """Fill the state of all operators with NaN, so that nothing that is not restored can be taken for state."""
 
     def restore(self, read: Callable[[str], memoryview], parts: Mapping[Part, Collection[OperatorId]]) -> int:
-        """Copy the records of these parts of these operators, fetched by key with `read`, into the live state.
+        """Copy records into the live state.
 
         COMPUTE weights are all that a forward pass reads, whichever part stores it (see
-        `megatron_state.operators.serves`). Returns the bytes copied. Lets through what `read` raises,
-        UnreadableCheckpoint for a record of a wrong size.
+        `megatron_state.operators.serves`). Lets through what `read` raises.
+
+        Args:
+            read: Fetches the bytes of a record by its key.
+            parts: The parts to restore, and of which operators.
+
+        Returns:
+            The bytes copied.
+
+        Raises:
+            UnreadableCheckpoint: A record has a wrong size.
         """
 
     def keep(self) -> None:
@@ -117,12 +139,19 @@ class Execution(Protocol):
     """Runs iterations in which some operators are frozen (MoEvement 3.3): forward and input gradients only."""
 
     def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
-        """The next iteration updates all but these operators, of all ranks and stages, and takes the gradient norm and
-        the verdict on its gradients from the journal instead of computing them from a part of the gradients.
+        """The next iteration updates all but these operators, and takes the gradient norm and the verdict on its
+        gradients from the journal instead of computing them from a part of the gradients.
 
-        alone: only some stages of the pipeline run it. Then all that stages compute together comes from the journal,
-        also with no frozen operators, and nothing waits for the other stages.
-        Called again for each iteration, also with no operators. Raises UsageError where this cannot be done.
+        Called again for each iteration, also with no operators.
+
+        Args:
+            frozen: The operators, of all ranks and stages.
+            step: The journal of the iteration.
+            alone: Only some stages of the pipeline run it. Then all that stages compute together comes from the
+                journal, also with no frozen operators, and nothing waits for the other stages.
+
+        Raises:
+            UsageError: This cannot be done here.
         """
 
     def thaw(self) -> None:
@@ -173,9 +202,13 @@ class BoundarySink(Protocol):
     """Takes what this rank sends over a stage boundary; tensors of the framework in use."""
 
     def sent(self, direction: Direction, tensor: Any) -> None:
-        """This tensor is about to be sent to the next (FORWARD) or previous (BACKWARD) stage, and does not change now.
+        """A tensor is about to be sent over a stage boundary, and does not change now.
 
         Returns at once: the copy runs beside training. Never raises.
+
+        Args:
+            direction: FORWARD to the next stage, BACKWARD to the previous one.
+            tensor: The tensor.
         """
 
     def receiving(self, direction: Direction) -> Callable[[Any], None]:
@@ -201,4 +234,9 @@ class BoundarySource(Protocol):
         """Whether `received` gives tensors of this direction; what would be sent to that side is `dropped`."""
 
     def dropped(self, direction: Direction, tensor: Any) -> None:
-        """This tensor would have been sent to the next (FORWARD) or previous (BACKWARD) stage, which has it already."""
+        """A tensor would have been sent over a stage boundary, to a stage that has it already.
+
+        Args:
+            direction: FORWARD to the next stage, BACKWARD to the previous one.
+            tensor: The tensor.
+        """

@@ -36,10 +36,20 @@ class Transport(Protocol):
         """Number of ranks."""
 
     def send(self, to: int, data: Buffer) -> Transfer:
-        """Begin to send contiguous bytes; nothing is copied."""
+        """Begin to send contiguous bytes; nothing is copied.
+
+        Args:
+            to: The rank that receives.
+            data: The bytes, which must not change until the transfer is done.
+        """
 
     def receive(self, source: int, into: memoryview) -> Transfer:
-        """Begin to receive as many bytes as `into` has; nothing is copied."""
+        """Begin to receive as many bytes as `into` has; nothing is copied.
+
+        Args:
+            source: The rank that sends.
+            into: Where the bytes go.
+        """
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         """Element by element the smallest value of all ranks; 64-bit integers. Raises PeerLost."""
@@ -48,7 +58,15 @@ class Transport(Protocol):
         """Element by element the sum over all ranks; 64-bit integers. Raises PeerLost."""
 
     def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """`least` of the ones and `total` of the others, in the time of one of them. Raises PeerLost."""
+        """`least` of some numbers and `total` of others, in the time of one of them.
+
+        Args:
+            values: The numbers that `least` takes.
+            added: The numbers that `total` takes.
+
+        Raises:
+            PeerLost: A rank is gone.
+        """
 
     def gather(self, value: Json) -> list[Json]:
         """The values of all ranks, by rank. Raises PeerLost."""
@@ -145,7 +163,12 @@ class Executor(Protocol):
         """Run `work` after all that was submitted before."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more; wait for the rest, or drop what has not begun."""
+        """Take nothing more; wait for the rest, or drop what has not begun.
+
+        Args:
+            wait: Return only when all that has begun has ended.
+            cancel_futures: Drop tasks that have not begun.
+        """
 
     @property
     def has_ended(self) -> bool:
