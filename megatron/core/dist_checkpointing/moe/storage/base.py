@@ -51,11 +51,13 @@ class SnapshotWriter(ABC):
         """Remove what was kept, as far as the storage lets it. Raises nothing; called once, never after success."""
 
     def put(self, key: str, data: Buffer) -> None:
+        """As `ports.Writer.put`."""
         field, offset = self._claim(key)
         self._keep(field, offset, flat_bytes(data, field))
         self._missing.remove(key)
 
     def seal(self, facts: Facts, expect: Sequence[str] = ()) -> Manifest:
+        """As `ports.Writer.seal`."""
         self._require_open()
         if self._missing:
             raise UsageError(

@@ -132,7 +132,12 @@ class FilesystemStore:
         """As `ports.Store.close`; there is nothing to let go of."""
 
     def publish(self, aside: Path, snapshot: SnapshotId) -> None:
-        """For writers: the one rename that commits."""
+        """For writers: the one rename that commits.
+
+        Args:
+            aside: The folder that was written, with the manifest in it.
+            snapshot: The snapshot, whose name the folder gets.
+        """
         self.system.rename(aside, self.directory / snapshot.name)
         # Before the sync: should that fail, the snapshot is there all the same and no longer being written.
         self._writing.pop(aside.name, None)

@@ -71,7 +71,13 @@ class Holder(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, job: str, launcher: ProcessKey | None = None, run: tuple[str, ...] = ()) -> Holder:
-        """This process."""
+        """This process.
+
+        Args:
+            job: Id of the job.
+            launcher: What starts this process again when it fails; None: nothing is known to.
+            run: The launchers of all ranks, each with its machine.
+        """
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         own = os.getpid()
         return cls(
@@ -119,7 +125,13 @@ class Verdict(enum.Enum):
 
 
 def judged(found: Holder, own: Holder, is_there: Callable[[ProcessKey], bool] = is_there) -> Verdict:
-    """What is known of a holder at a look. `is_there` is asked about processes of this machine."""
+    """What is known of a holder at a look.
+
+    Args:
+        found: The holder that the lease names.
+        own: This process.
+        is_there: Whether a process of this machine runs.
+    """
     if found.is_same_run(own):
         return Verdict.TAKE
     if found.machine != own.machine:

@@ -29,7 +29,15 @@ class LeasePlace(Protocol):
         """Its content, None where there is none."""
 
     def take(self, content: bytes, instead_of: bytes | None) -> bool:
-        """Put it there instead of what was read; False where something else is there by now."""
+        """Put it there instead of what was read.
+
+        Args:
+            content: What to put there.
+            instead_of: What was read; None: nothing was there.
+
+        Returns:
+            False where something else is there by now.
+        """
 
     def renew(self, content: bytes) -> bool:
         """Replace what `take` put there; False where it is another's by now."""
@@ -56,6 +64,7 @@ class FolderPlace:
             return None
 
     def take(self, content: bytes, instead_of: bytes | None) -> bool:
+        """As `LeasePlace.take`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if instead_of is not None and not self._is_put_away(instead_of):
             return False
@@ -132,6 +141,7 @@ class ObjectPlace:
                 return None
 
     def take(self, content: bytes, instead_of: bytes | None) -> bool:
+        """As `LeasePlace.take`."""
         if self.read() != instead_of:
             return False
         self._put(content, instead_of)

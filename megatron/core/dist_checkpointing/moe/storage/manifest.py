@@ -95,12 +95,22 @@ class RunningChecksum:
 
 
 def framed(key: str, body: bytes) -> bytes:
-    """One line of JSON that knows its own checksum: `{"xxh3":"<32 hexadecimal digits>","<key>":<body>}`."""
+    """One line of JSON that knows its own checksum: `{"xxh3":"<32 hexadecimal digits>","<key>":<body>}`.
+
+    Args:
+        key: The name of the body in the line.
+        body: JSON.
+    """
     return _line(b"xxh3", xxh3_128_hexdigest(body), key, body)
 
 
 def unframed(key: str, content: bytes) -> bytes | None:
-    """The body of what `framed` made, None for anything else: no byte of it is believed before its checksum is."""
+    """The body of what `framed` made, None for anything else: no byte of it is believed before its checksum is.
+
+    Args:
+        key: The name of the body in the line.
+        content: What was read.
+    """
     before = len(framed(key, b"")) - len(b"}\n")
     body = content[before : -len(b"}\n")]
     return body if framed(key, body) == content else None
@@ -154,7 +164,16 @@ def _unsealed_manifest(content: bytes, name: str) -> bytes:
 
 
 def verified(data: memoryview, record: Record, where: str) -> memoryview:
-    """`data`, when it is what was sealed as `record`. Raises UnreadableCheckpoint, which names the record."""
+    """`data`, when it is what was sealed.
+
+    Args:
+        data: The bytes that were read.
+        record: What was sealed.
+        where: What the error calls the snapshot.
+
+    Raises:
+        UnreadableCheckpoint: Its size or its checksum differs; names the record.
+    """
     if len(data) != record.nbytes:
         raise UnreadableCheckpoint(
             f"{where}: record {record.key} has {len(data)} of its {record.nbytes} bytes: the file was truncated; use"
@@ -169,7 +188,15 @@ def verified(data: memoryview, record: Record, where: str) -> memoryview:
 
 
 def flat_bytes(data: Buffer, field: Field) -> memoryview:
-    """The bytes of `data` without a copy. Raises UsageError when they are not contiguous or not as many as `field`."""
+    """The bytes of `data` without a copy.
+
+    Args:
+        data: Contiguous bytes.
+        field: The tensor that they are of.
+
+    Raises:
+        UsageError: They are not contiguous, or not as many as the field has.
+    """
     view = memoryview(data)
     if not view.c_contiguous or view.nbytes != field.nbytes:
         raise UsageError(
@@ -245,9 +272,14 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes, name: str) -> Manifest:
-    """The manifest in a file's content; `name` is what errors call the file.
+    """The manifest in a file's content.
 
-    Raises UnreadableCheckpoint for any deviation: changed bytes, a newer format, records outside of their segment.
+    Args:
+        content: The bytes of the file.
+        name: What errors call the file.
+
+    Raises:
+        UnreadableCheckpoint: Any deviation: changed bytes, a newer format, records outside of their segment.
     """
     body = _unsealed_manifest(content, name)
     try:
@@ -349,7 +381,12 @@ _TRIAL_BYTES, _TRIAL_PARTS = 64 << 20, 16
 
 
 def checksums(records: Sequence[memoryview], threads: int) -> tuple[str, ...]:
-    """Of each record, in their order."""
+    """Of each record, in their order.
+
+    Args:
+        records: The bytes of each record.
+        threads: Threads that may sum; below 2, or for little data, this one does.
+    """
     if threads < 2 or sum(record.nbytes for record in records) < _WORTH_BYTES:
         return tuple(map(checksum, records))
     with ThreadPoolExecutor(threads, "checksums") as pool:

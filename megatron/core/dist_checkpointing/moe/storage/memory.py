@@ -198,6 +198,7 @@ class MemoryStore:
                 self._exchange(sizes)
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
+        """As `ports.Store.reserve`."""
         with self._mutex:
             entries = self._slot.entries()
             if snapshot in self._writing.values():

@@ -57,6 +57,7 @@ class ObjectStore:
         self._writing: dict[str, SnapshotId] = {}
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> ObjectWriter:
+        """As `ports.Store.reserve`."""
         folder, segment = self._folder(snapshot), f"segment-{self.rank:05d}-{os.urandom(4).hex()}.bin"
         with self._mutex, failing_as(f"reserve {layout.nbytes} bytes in {folder}"):
             if snapshot in tuple(self._writing.values()):
@@ -122,12 +123,23 @@ class ObjectStore:
         """As `ports.Store.close`; there is nothing to let go of."""
 
     def publish(self, snapshot: SnapshotId, segment: str, manifest: bytes) -> None:
-        """For writers: the one object that commits."""
+        """For writers: the one object that commits.
+
+        Args:
+            snapshot: The snapshot.
+            segment: The name of the object with its bytes.
+            manifest: The content of the manifest.
+        """
         self.files.pipe_file(f"{self._folder(snapshot)}/{MANIFEST}", manifest)
         self._writing.pop(segment, None)
 
     def discard(self, snapshot: SnapshotId, segment: str) -> None:
-        """For writers: remove what was written, as far as the store lets it."""
+        """For writers: remove what was written, as far as the store lets it.
+
+        Args:
+            snapshot: The snapshot.
+            segment: The name of the object with its bytes.
+        """
         folder = self._folder(snapshot)
         try:
             self._remove(f"{folder}/{segment}")
@@ -242,6 +254,11 @@ class ObjectReader(SnapshotReader):
 def open_durable(place: str, rank: int) -> FilesystemStore | ObjectStore:
     """The store in a folder, which is created if it is missing, or behind a URL that fsspec knows.
 
-    Raises UsageError for a place that cannot be used.
+    Args:
+        place: A folder, or a URL.
+        rank: The rank whose snapshots are stored.
+
+    Raises:
+        UsageError: A place that cannot be used.
     """
     return ObjectStore(place, rank) if "://" in place else FilesystemStore(Path(place), rank)

@@ -265,7 +265,17 @@ def job_of_launcher(memory_dir: Path) -> str:
 
 
 def slot_directory(memory_dir: Path, job: str, slot: int, area: str = SLOT) -> Path:
-    """Where a process's segments lie. Raises UsageError for a job id or an area that cannot be a folder's name."""
+    """Where a process's segments lie.
+
+    Args:
+        memory_dir: The node's folder of the memory tier.
+        job: Id of the job.
+        slot: The number of the process on this node.
+        area: The kind of segments, 1 to 16 letters a-z.
+
+    Raises:
+        UsageError: The job id or the area cannot be a folder's name.
+    """
     if not _JOB.fullmatch(job):
         raise UsageError(f"job id {job!r} must be 1 to 128 letters, digits, '.', '_' or '-', and not begin with '.'")
     if not _AREA.fullmatch(area):
@@ -274,7 +284,13 @@ def slot_directory(memory_dir: Path, job: str, slot: int, area: str = SLOT) -> P
 
 
 def slot_directories(memory_dir: Path, job: str, area: str = SLOT) -> dict[int, Path]:
-    """The folders in an area of all processes of a job that were on this node, by slot."""
+    """The folders in an area of all processes of a job that were on this node, by slot.
+
+    Args:
+        memory_dir: The node's folder of the memory tier.
+        job: Id of the job.
+        area: The kind of segments.
+    """
     found = sorted((memory_dir / job).glob(f"{area}-*"))
     slots = ((path.name[len(area) + 1 :], path) for path in found if path.is_dir())
     return {int(slot): path for slot, path in slots if slot.isdecimal()}

@@ -62,7 +62,7 @@ def take_over_memory(base: Path, node: str, job: str, others: Collection[str], f
 
 
 def tell_of_memory(base: Path, node: str, job: str, others: Collection[str], fix: str) -> None:
-    """Say what this job left here under another name, which `fix` keeps from being taken: as `take_over_memory`."""
+    """See `take_over_memory`: says what it would take where `fix`, which is set, keeps it from being taken."""
     with suppress(OSError, UsageError):
         for folder in [] if _is_needed(base / node / job) else _left(base, job, {node, *others}):
             log.warning(

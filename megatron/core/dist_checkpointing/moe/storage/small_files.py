@@ -59,7 +59,15 @@ def read_small(path: Path, most_bytes: int, *, through_links: bool = False, syst
 
 
 def open_regular(path: Path, *, through_links: bool = False) -> BufferedReader:
-    """A regular file of any length, for reading. Raises OSError as `read_small`."""
+    """A regular file of any length, for reading.
+
+    Args:
+        path: The file.
+        through_links: Whether symbolic links are followed.
+
+    Raises:
+        OSError: As `read_small`.
+    """
     descriptor = _LINUX.open(path, _flags(through_links))
     try:
         _regular(descriptor, path)
@@ -77,7 +85,13 @@ def regular_stat(path: Path) -> os.stat_result:
 
 
 def put_aside(path: Path, what: str, why: object) -> None:
-    """Say once that a file which only informs cannot be believed, and rename it, so that the next start is quiet."""
+    """Say once that a file which only informs cannot be believed, and rename it, so that the next start is quiet.
+
+    Args:
+        path: The file, which gets `.damaged` behind its name.
+        what: What it holds, for the message.
+        why: The error, or the reason.
+    """
     reason = f"{why} is missing" if isinstance(why, KeyError) else getattr(why, "strerror", None) or why
     # An error: what one rank alone knows is not heard of otherwise.
     log.error("%s in %s are not readable, and are put aside: %s", what, path, reason)
@@ -136,7 +150,12 @@ def read_secret(path: str | None) -> bytes | None:
 
 
 def signed(secret: bytes, data: Buffer) -> str:
-    """The keyed checksum of contiguous bytes: 32 hexadecimal digits. Nothing is copied and the GIL is released."""
+    """The keyed checksum of contiguous bytes: 32 hexadecimal digits. Nothing is copied and the GIL is released.
+
+    Args:
+        secret: The job's secret.
+        data: Contiguous bytes.
+    """
     digest = keyed_digest(secret)
     digest.update(memoryview(data).cast("B"))
     return digest.hexdigest()[:DIGITS]

@@ -28,22 +28,46 @@ class OperatingSystem:
     remove_directory = staticmethod(os.rmdir)
 
     def open(self, path: Path, flags: int) -> int:
+        """Open a file; programs that are started from here do not inherit the descriptor, nor the locks on it.
+
+        Args:
+            path: The file.
+            flags: Flags of open(2).
+        """
         return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
     def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
+        """Read into memory; how many bytes there were.
+
+        Args:
+            descriptor: The file.
+            into: Where the bytes go; at most as many as it has.
+            offset: Bytes from the start of the file.
+        """
         return os.preadv(descriptor, [into], offset)
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
+        """Reserve blocks or pages, so that no later write runs out of space.
+
+        Args:
+            descriptor: The file.
+            nbytes: Bytes from its start.
+        """
         os.posix_fallocate(descriptor, 0, nbytes)
 
     def list_directory(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))
 
     def copy(self, into: memoryview, data: memoryview) -> None:
-        """memcpy without the GIL."""
+        """memcpy without the GIL.
+
+        Args:
+            into: Where the bytes go.
+            data: As many bytes.
+        """
         import numpy as np  # here: commands that only read small files start without it
 
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
@@ -54,6 +78,7 @@ class PrivateSystem(OperatingSystem):
     renamed in place of being removed: nobody reads it then."""
 
     def open(self, path: Path, flags: int) -> int:
+        """As `OperatingSystem.open`, but through no link, and for this user alone."""
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
 
     def unlink(self, path: Path) -> None:
@@ -66,7 +91,9 @@ class PrivateSystem(OperatingSystem):
 def node_memory_bytes(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Memory that processes here may take in all: the machine's, or what a control group of theirs is allowed of it.
 
-    mounted: where control groups are. own: which of them this process is in.
+    Args:
+        mounted: Where control groups are.
+        own: The file that says which of them this process is in.
     """
     limits = [int(psutil.virtual_memory().total)]
     for path in _memory_limits(mounted, own):
@@ -153,7 +180,13 @@ class LockedMap(mmap.mmap):
 
 
 def map_file(system: OperatingSystem, path: Path, nbytes: int) -> mmap.mmap:
-    """The first `nbytes` of a file as writable memory whose pages are all in place. Raises OSError."""
+    """The first `nbytes` of a file as writable memory whose pages are all in place. Raises OSError.
+
+    Args:
+        system: The calls to use.
+        path: The file, of at least as many bytes.
+        nbytes: Bytes to map.
+    """
     descriptor = system.open(path, os.O_RDWR)
     try:
         return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -162,7 +195,14 @@ def map_file(system: OperatingSystem, path: Path, nbytes: int) -> mmap.mmap:
 
 
 def map_locked(system: OperatingSystem, path: Path, nbytes: int, lock: FileLock) -> LockedMap:
-    """The first `nbytes` of a file as read-only memory that keeps `lock`. Raises OSError."""
+    """The first `nbytes` of a file as read-only memory that keeps `lock`. Raises OSError.
+
+    Args:
+        system: The calls to use.
+        path: The file, of at least as many bytes.
+        nbytes: Bytes to map.
+        lock: The lock, kept until the last view of the memory is gone.
+    """
     descriptor = system.open(path, os.O_RDONLY)
     try:
         mapped = LockedMap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -175,7 +215,13 @@ def map_locked(system: OperatingSystem, path: Path, nbytes: int, lock: FileLock)
 
 @contextmanager
 def opened(system: OperatingSystem, path: Path, flags: int) -> Iterator[int]:
-    """A descriptor that is closed at the end."""
+    """A descriptor that is closed at the end.
+
+    Args:
+        system: The calls to use.
+        path: The file.
+        flags: Flags of open(2).
+    """
     descriptor = system.open(path, flags)
     try:
         yield descriptor
@@ -184,7 +230,14 @@ def opened(system: OperatingSystem, path: Path, flags: int) -> Iterator[int]:
 
 
 def write_all(system: OperatingSystem, descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all bytes, in as many calls as it takes. Raises OSError."""
+    """Write all bytes, in as many calls as it takes. Raises OSError.
+
+    Args:
+        system: The calls to use.
+        descriptor: The file.
+        data: The bytes.
+        offset: Bytes from the start of the file.
+    """
     while data:
         written = system.pwrite(descriptor, data, offset)
         if not written:
@@ -193,7 +246,14 @@ def write_all(system: OperatingSystem, descriptor: int, data: memoryview, offset
 
 
 def read_up_to(system: OperatingSystem, descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill `into` from the file; returns how many bytes there were before its end. Raises OSError."""
+    """Fill `into` from the file; returns how many bytes there were before its end. Raises OSError.
+
+    Args:
+        system: The calls to use.
+        descriptor: The file.
+        into: Where the bytes go.
+        offset: Bytes from the start of the file.
+    """
     done = 0
     while done < len(into):
         count = system.pread(descriptor, into[done:], offset + done)
@@ -204,7 +264,13 @@ def read_up_to(system: OperatingSystem, descriptor: int, into: memoryview, offse
 
 
 def write_synced(system: OperatingSystem, path: Path, content: bytes) -> None:
-    """Create or overwrite a file and bring it to the device. Raises OSError."""
+    """Create or overwrite a file and bring it to the device. Raises OSError.
+
+    Args:
+        system: The calls to use.
+        path: The file.
+        content: All of its bytes.
+    """
     with opened(system, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
         write_all(system, descriptor, memoryview(content), 0)
         system.sync(descriptor)
@@ -214,6 +280,11 @@ def write_over(system: OperatingSystem, path: Path, content: bytes) -> None:
     """Write a file from its beginning, with zeros behind up to the end that it had: the pages that it has are kept.
 
     Raises OSError.
+
+    Args:
+        system: The calls to use.
+        path: The file.
+        content: Its first bytes.
     """
     with opened(system, path, os.O_WRONLY | os.O_CREAT) as descriptor:
         write_all(system, descriptor, memoryview(content.ljust(os.fstat(descriptor).st_size, b"\0")), 0)
@@ -221,7 +292,12 @@ def write_over(system: OperatingSystem, path: Path, content: bytes) -> None:
 
 
 def sync_directory(system: OperatingSystem, path: Path) -> None:
-    """Make renames inside a directory durable. Raises OSError."""
+    """Make renames inside a directory durable. Raises OSError.
+
+    Args:
+        system: The calls to use.
+        path: The directory.
+    """
     with opened(system, path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         system.sync(descriptor)
 
@@ -246,7 +322,12 @@ SYSFS = Path("/sys")
 
 
 def local_cpus(pci_address: str, sysfs: Path = SYSFS) -> frozenset[int]:
-    """The cores near the device at this address, such as `0000:3b:00.0`; none where the system does not tell."""
+    """The cores near the device at this address; none where the system does not tell.
+
+    Args:
+        pci_address: The device, such as `0000:3b:00.0`.
+        sysfs: Where the system describes devices.
+    """
     with suppress(OSError, ValueError):
         return _parsed((sysfs / "bus/pci/devices" / pci_address.lower() / "local_cpulist").read_text())
     return frozenset()
@@ -280,7 +361,12 @@ def _parsed(text: str) -> frozenset[int]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`; after a crash a reader finds the old bytes or the new ones. Raises OSError."""
+    """Replace `path` by `content`; after a crash a reader finds the old bytes or the new ones. Raises OSError.
+
+    Args:
+        path: The file.
+        content: All of its bytes.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb") as file:
