@@ -116,6 +116,10 @@ def operators_of_parameters(
 ) -> Mapping[torch.nn.Parameter, OperatorId]:
     """The operator of each parameter of this rank.
 
+    Args:
+        chunks: The model chunks of this rank.
+        topology: The rank layout.
+
     Raises:
         UsageError: A parameter belongs to none.
     """
@@ -127,6 +131,10 @@ def names_of_parameters(
 ) -> Mapping[torch.nn.Parameter, GlobalName]:
     """What each parameter of this rank is in the whole model.
 
+    Args:
+        chunks: The model chunks of this rank.
+        topology: The rank layout.
+
     Raises:
         UsageError: One belongs to no operator.
     """
@@ -134,7 +142,12 @@ def names_of_parameters(
 
 
 def unchanging_operators(chunks: Sequence[torch.nn.Module], topology: Topology) -> frozenset[OperatorId]:
-    """Operators of which this rank has a part, and nothing that training changes: no trained parameter, no buffer."""
+    """Operators of which this rank has a part, and nothing that training changes: no trained parameter, no buffer.
+
+    Args:
+        chunks: The model chunks of this rank.
+        topology: The rank layout.
+    """
     model = _Model(chunks, topology)
     frozen = {tensor.operator for tensor in _frozen_tensors(model)}
     trained = model.trained
@@ -145,7 +158,13 @@ def unchanging_operators(chunks: Sequence[torch.nn.Module], topology: Topology) 
 def stepped_parameters(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology
 ) -> tuple[SteppedTensor, ...]:
-    """What this rank's inner optimizers step, each with what it is the master weights of; in the optimizers' order."""
+    """What this rank's inner optimizers step, each with what it is the master weights of; in the optimizers' order.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: The optimizer, whose members step parameters or shards of them.
+        topology: The rank layout.
+    """
     model = _Model(chunks, topology)
     return tuple(
         SteppedTensor(
@@ -159,7 +178,13 @@ def stepped_parameters(
 
 
 def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, topology: Topology) -> LiveRestorer:
-    """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too."""
+    """What restores this rank's state; its copies of other ranks' compute weights are poisoned and gathered too.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Its optimizer.
+        topology: The rank layout.
+    """
 
     operator_of = operators_of_parameters(chunks, topology)
     quantized = [parameter for parameter in operator_of if is_quantized(parameter)]

@@ -131,7 +131,13 @@ class ShardSpread:
 
 @lru_cache
 def holders(topology: Topology, rank: int, spread: ShardSpread) -> tuple[int, ...]:
-    """The ranks that hold the same values as `rank`, itself among them, ascending."""
+    """The ranks that hold the same values as `rank`, itself among them, ascending.
+
+    Args:
+        topology: The rank layout.
+        rank: A rank that holds the tensor.
+        spread: How the tensor is spread over ranks.
+    """
     here = topology.coordinates(rank)
 
     def holds(other: int) -> bool:
@@ -211,10 +217,11 @@ def is_constant(name: str) -> bool:
 
 
 def locate(name: str, chunk: ChunkPlace) -> GlobalName:
-    """The operator and the global name of the parameter or buffer that a model chunk calls `name`.
+    """The operator and the global name of a parameter or buffer.
 
-    Raises:
-        UsageError: The name fits no operator.
+    Args:
+        name: How the model chunk calls it.
+        chunk: Where the chunk sits in the whole model.
     """
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer:

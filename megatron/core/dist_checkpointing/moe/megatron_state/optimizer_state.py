@@ -125,6 +125,14 @@ def scale_of(inner: Any, main: torch.Tensor, field: str) -> torch.Tensor | None:
     """By what `FusedAdam` multiplies a field of the state of `main` whenever it reads it: fp32 of one element.
 
     It writes a scale down for every field that is not fp32, but reads those of fp16 only: a Float8Tensor has its own.
+
+    Args:
+        inner: The `FusedAdam`.
+        main: The tensor that it steps.
+        field: The name of the state, such as `exp_avg`.
+
+    Returns:
+        None where it multiplies by nothing.
     """
     if inner.state[main][field].dtype is not torch.float16:
         return None
@@ -195,7 +203,12 @@ def _allocate_precision_aware(fused: Any) -> None:
 
 
 def step_count(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Adam compares dtype and device of the count with what its kernels want."""
+    """A step count of 0. Adam compares dtype and device of the count with what its kernels want.
+
+    Args:
+        parameter: The tensor that is stepped, on whose device kernels may want the count.
+        group: Its parameter group, with `capturable` and `fused`.
+    """
     on_device = group["capturable"] or group["fused"]
     wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
     dtype = torch.float64 if wide else torch.float32

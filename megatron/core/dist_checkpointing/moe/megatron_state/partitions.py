@@ -28,6 +28,13 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
     Checked against Megatron-Core 0.19.2: column-parallel layers are cut along their first dimension, row-parallel ones
     along the second; a gated first layer keeps on each rank its part of the gates before its part of the values.
 
+    Args:
+        chunks: The model chunks of this rank.
+        topology: The rank layout.
+
+    Returns:
+        Matrices by the global name of the tensor.
+
     Raises:
         UsageError: A tensor is cut in another way.
     """
@@ -125,9 +132,11 @@ class Cover:
 
 
 def check_cover(expected: Sequence[Extent], found: Sequence[Extent]) -> None:
-    """Check that `found` covers every byte of `expected` exactly once, and nothing else.
+    """Check that saved state covers all live state: every byte exactly once, and nothing else.
 
-    Extents of `expected` may overlap: one tensor may be enumerated in several ways.
+    Args:
+        expected: All live training state; tensors may be in it more than once.
+        found: The state that is saved.
 
     Raises:
         IncompleteState: Names the first byte range that is wrong and counts the others.

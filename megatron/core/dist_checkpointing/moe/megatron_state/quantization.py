@@ -88,7 +88,15 @@ def packed(tensors: Mapping[str, torch.Tensor]) -> memoryview:
 
 @torch.no_grad()
 def unpack(tensors: Mapping[str, torch.Tensor], data: memoryview) -> None:
-    """Write what `packed` gave into live storage. Raises UnreadableCheckpoint where the modules are others."""
+    """Write what `packed` gave into live storage.
+
+    Args:
+        tensors: The live tensors by name, of `quantization_tensors`.
+        data: The bytes that `packed` gave for tensors of the same names and sizes.
+
+    Raises:
+        UnreadableCheckpoint: The modules are others.
+    """
     for tensor, values in _pairs(tensors, data):
         tensor.copy_(values)
 
@@ -96,8 +104,17 @@ def unpack(tensors: Mapping[str, torch.Tensor], data: memoryview) -> None:
 def difference(tensors: Mapping[str, torch.Tensor], data: memoryview) -> str:
     """The first that is not what `packed` gave, after an iteration that was run again; empty if there is none.
 
-    The newest row of a history is left out: what frozen weights and evaluations add to it is not made again. Raises
-    UnreadableCheckpoint where the modules are others.
+    The newest row of a history is left out: what frozen weights and evaluations add to it is not made again.
+
+    Args:
+        tensors: The live tensors by name, of `quantization_tensors`.
+        data: The bytes that `packed` gave when the iteration ran first.
+
+    Returns:
+        The name of the tensor.
+
+    Raises:
+        UnreadableCheckpoint: The modules are others.
     """
     for (name, tensor), (_, values) in zip(tensors.items(), _pairs(tensors, data), strict=True):
         settled = slice(1, None) if name.endswith("amax_history") else slice(None)

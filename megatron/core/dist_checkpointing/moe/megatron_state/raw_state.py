@@ -61,8 +61,13 @@ def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
 def raw_state_dict(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    """All that the optimizer keeps on this rank; with `is_loading` in new memory, so that a load that fails changes
-    nothing."""
+    """All that the optimizer keeps on this rank.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Its optimizer.
+        is_loading: Whether tensors are in new memory, so that a load that fails changes nothing.
+    """
     allocate_optimizer_state(optimizer)
     allocate_quantization_state(chunks)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -82,7 +87,13 @@ def raw_state_dict(
 def load_raw_state_dict(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, loaded: Mapping[str, Any]
 ) -> None:
-    """Write what `raw_state_dict` described, as it was loaded, into the live optimizer and the weights."""
+    """Write what `raw_state_dict` described into the live optimizer and the weights.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Its optimizer.
+        loaded: The state as it was loaded.
+    """
     for state in _kept(chunks, optimizer):
         state.tensor.copy_(loaded["tensors"][state.key])
     load_optimizer_scalars(optimizer, loaded["scalars"])

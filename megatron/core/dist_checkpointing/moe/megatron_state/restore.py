@@ -161,7 +161,16 @@ class LiveRestorer:
 
 
 def write_record(key: str, data: memoryview, tensor: torch.Tensor) -> None:
-    """Copy a record into a contiguous live tensor. Raises UnreadableCheckpoint where it is of another size."""
+    """Copy a record into a live tensor.
+
+    Args:
+        key: The record's key, for the error.
+        data: Its bytes.
+        tensor: A contiguous tensor of as many bytes.
+
+    Raises:
+        UnreadableCheckpoint: The record is of another size.
+    """
     flat = tensor.view(-1).view(torch.uint8)
     if data.nbytes != flat.numel():
         raise UnreadableCheckpoint(
@@ -228,8 +237,11 @@ def any_rank(condition: bool) -> bool:
 def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[torch.nn.Parameter]) -> None:
     """Make this rank's shards of eight-bit weights from master weights, as the optimizer's step ends; a collective.
 
-    Scales of delayed scaling must be those that the step found: restore them before. chosen: the same parameters on
-    all data-parallel ranks; of others neither weights nor scales change.
+    Scales of delayed scaling must be those that the step found: restore them before.
+
+    Args:
+        optimizer: The optimizer with the master weights.
+        chosen: The parameters, the same on all data-parallel ranks; of others neither weights nor scales change.
     """
     for member in optimizer_members(optimizer):
         if casts_itself(member):
@@ -238,7 +250,12 @@ def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[to
 
 @torch.no_grad()
 def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Make the compute weights from the master weights after a restore that had none; a collective."""
+    """Make the compute weights from the master weights after a restore that had none; a collective.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Its optimizer, with the restored master weights.
+    """
     settle_gathers(chunks)
     for member in optimizer_members(optimizer):
         if holds_masters(member):

@@ -252,16 +252,30 @@ def optimizer_scalars(optimizer: MegatronOptimizer) -> dict[str, Json]:
 
 
 def load_optimizer_scalars(optimizer: MegatronOptimizer, saved: Mapping[str, Any]) -> None:
-    """Set all of it to what `optimizer_scalars` gave on this rank."""
+    """Set all of it to what `optimizer_scalars` gave on this rank.
+
+    Args:
+        optimizer: The optimizer of this rank.
+        saved: The value of `optimizer_scalars`.
+    """
     _load_groups(optimizer, saved["param_groups"])
     _load_scalers(optimizer, saved["grad_scalers"])
 
 
 def load_scheduler(scheduler: OptimizerParamScheduler, saved: dict[str, Any], source: str = "snapshot") -> None:
-    """Set a scheduler to what its `state_dict` was; raises UsageError, and changes nothing, where settings differ.
+    """Set a scheduler to what its `state_dict` was.
 
     Where it keeps the saved rates, groups that were given those of the flags keep them, too: core (0.17 to 0.19) reads
-    the rates of a group first."""
+    the rates of a group first.
+
+    Args:
+        scheduler: The live scheduler.
+        saved: What its `state_dict` was.
+        source: Where that lay, for the error.
+
+    Raises:
+        UsageError: Settings differ; then nothing is changed.
+    """
     before, rates = scheduler.num_steps, {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
     scheduler.num_steps = 0  # core adds what it loads to what was counted before
     try:
