@@ -39,11 +39,15 @@ def protected[Result](
 ) -> Callable[..., Result]:
     """`pretrain` of Megatron-LM, protected as the `--moe-ckpt-*` flags say.
 
-    report: gets how each iteration came out, on every rank. connect: starts torch.distributed, in scripts that do not
-    leave that to `pretrain`; called before it, unless that is done, and again where this process stays after a fault.
-    recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
+    Args:
+        pretrain: The function of Megatron-LM.
+        report: Gets how each iteration came out, on every rank.
+        connect: Starts torch.distributed, in scripts that do not leave that to `pretrain`; called before it, unless
+            that is done, and again where this process stays after a fault.
+        recover_only: Training ends, with a checkpoint, once it has recovered.
 
-    Raises UsageError when it is called, before training begins, where the loop is not one that is known.
+    Raises:
+        UsageError: When it is called, before training begins: the loop is not one that is known.
     """
 
     @functools.wraps(pretrain)

@@ -47,7 +47,12 @@ class StockSaves:
         self._experts: Any = None
 
     def protect(self, chunks: Any, *, loaded: bool) -> None:
-        """Training goes on here; loaded: from the checkpoint that was loaded last."""
+        """Training goes on here.
+
+        Args:
+            chunks: The model chunks of this rank.
+            loaded: Whether it does so from the checkpoint that was loaded last.
+        """
         if self._experts is not None:
             self._experts.close()
             self._experts = None
@@ -189,7 +194,12 @@ def saves_raw(args: Any, optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def generating(chunks: Sequence[Any], optimizer: Any) -> Iterator[None]:
-    """A block in which the loop saves a checkpoint of this state."""
+    """A block in which the loop saves a checkpoint of this state.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Its optimizer.
+    """
 
     def of_optimizer(*unused: Any, is_loading: bool = False, **options: Any) -> dict[str, Any]:
         return raw_state.raw_state_dict(chunks, optimizer, is_loading=is_loading)
@@ -207,7 +217,13 @@ def content_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 def loading(args: Any, chunks: Sequence[Any], optimizer: Any) -> Iterator[None]:
     """A block in which the loop loads a checkpoint into this state, whichever way it was saved.
 
-    Raises UsageError in the block for state that is another layout's, or in other dtypes.
+    Args:
+        args: Of Megatron-LM.
+        chunks: The model chunks of this rank.
+        optimizer: Its optimizer.
+
+    Raises:
+        UsageError: In the block: the state is another layout's, or in other dtypes.
     """
     read_metadata = dist_checkpointing.load_content_metadata
 

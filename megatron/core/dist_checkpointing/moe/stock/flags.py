@@ -117,10 +117,18 @@ def read(args: argparse.Namespace) -> MoECheckpointConfig:
 
 
 def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -> str:
-    """Judge the flags of a job before it begins; returns a warning, or an empty text.
+    """Judge the flags of a job before it begins.
 
-    Raises UsageError for flags that cannot work together, and for a version of Megatron-Core that this strategy was not
-    tested with.
+    Args:
+        config: The settings of the checkpoint subsystem.
+        args: Of Megatron-LM.
+        version: The version of Megatron-Core.
+
+    Returns:
+        A warning, or an empty text.
+
+    Raises:
+        UsageError: Flags cannot work together, or this strategy was not tested with the version of Megatron-Core.
     """
     if wrong := "; ".join(refusals(config, args)):
         raise UsageError(wrong)
@@ -136,14 +144,27 @@ def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -
 
 
 def check_unused(config: MoECheckpointConfig, args: argparse.Namespace) -> None:
-    """Raises UsageError for settings that have no effect without a strategy, and for faults of missing ranks."""
+    """Refuse settings that have no effect without a strategy, and faults of missing ranks.
+
+    Args:
+        config: The settings of the checkpoint subsystem.
+        args: Of Megatron-LM.
+
+    Raises:
+        UsageError: There are such settings.
+    """
     unused = contradictions(config, world_size=args.world_size, num_experts=0, use_distributed_optimizer=False)
     if wrong := "; ".join((*unused, *unfit_expert_saves(args, config.strategy))):
         raise UsageError(wrong)
 
 
 def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence for each flag of Megatron-LM that would break what is promised."""
+    """A sentence for each flag of Megatron-LM that would break what is promised.
+
+    Args:
+        config: The settings of the checkpoint subsystem.
+        args: Of Megatron-LM.
+    """
     yield from features.refusals(features.Loop.MEGATRON_LM, config)
     stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
     may_repeat_alone = _repeats(config) and config.recovery != "global" and stages > 1

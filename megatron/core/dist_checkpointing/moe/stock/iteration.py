@@ -63,7 +63,15 @@ def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> float | None:
 
 
 def boundary(manager: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a schedule through which the stages of a pipeline send what a single one can replay from."""
+    """Options of a schedule through which the stages of a pipeline send what a single one can replay from.
+
+    Args:
+        manager: The checkpoint manager, with the communicator.
+        options: The options that the loop gives the schedule.
+
+    Raises:
+        UsageError: `pretrain` was given a communicator of its own.
+    """
     if manager.communicator is None:
         return {}
     if options.get("p2p_communicator") is not None:

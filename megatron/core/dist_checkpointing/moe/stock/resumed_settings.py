@@ -50,7 +50,15 @@ def shaping_flags(args: Any) -> dict[str, Json]:
 
 
 def refuse_other_flags(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Iterations that are run again must be run as they were. Raises UsageError for flags that change them."""
+    """Iterations that are run again must be run as they were.
+
+    Args:
+        recorded: The flags of the run that is repeated, of `shaping_flags`.
+        given: Those of this run.
+
+    Raises:
+        UsageError: Flags that change the iterations differ.
+    """
     changed = [f"{flag} was {was} and is {now}" for flag, was, now in changed_flags(recorded, given, _defaults())]
     if changed:
         raise UsageError(
@@ -62,7 +70,13 @@ def refuse_other_flags(recorded: Mapping[str, Any], given: Mapping[str, Any]) ->
 def changed_flags(
     recorded: Mapping[str, Any], given: Mapping[str, Any], names: Iterable[str]
 ) -> list[tuple[str, Json, Json]]:
-    """Those of `names` that differ: the flag, its value then and now."""
+    """Flags that differ: the flag, its value then and now.
+
+    Args:
+        recorded: The settings then; one that is missing had core's default.
+        given: The settings now.
+        names: The settings to compare.
+    """
     default = _defaults()
     pairs = ((name, recorded.get(name, default.get(name)), given.get(name, default.get(name))) for name in names)
     return [(f"--{name.replace('_', '-')}", was, now) for name, was, now in pairs if was != now]
@@ -104,7 +118,15 @@ _STATE = ("params", "lr", "weight_decay", "step", *_SCHEDULED, *_TELLS_APART)
 
 @contextlib.contextmanager
 def flags_hold(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """A block in which Megatron-LM loads a checkpoint into these. Raises UsageError where schedules do not agree."""
+    """A block in which Megatron-LM loads a checkpoint, and the settings that flags give stay.
+
+    Args:
+        optimizer: The optimizer that is loaded, or None.
+        scheduler: The scheduler that is loaded, or None.
+
+    Raises:
+        UsageError: Schedules do not agree.
+    """
     members = () if optimizer is None else getattr(optimizer, "chained_optimizers", (optimizer,))
     before = [[_settings(group) for group in member.param_groups] for member in members]
     with contextlib.ExitStack() as stack:

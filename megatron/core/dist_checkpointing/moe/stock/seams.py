@@ -193,7 +193,16 @@ def installed(
 
 
 def check(loop: Any, seams: tuple[Seam, ...], version: str) -> None:
-    """Raises UsageError for the first function that is not as it should be."""
+    """Look at the functions that are going to be wrapped.
+
+    Args:
+        loop: The module of the loop.
+        seams: The functions, with the parameters that they need.
+        version: The version of Megatron-Core, for the error.
+
+    Raises:
+        UsageError: Names the first function that is not as it should be.
+    """
     for seam in seams:
         function = getattr(loop, seam.name, None)
         place = f"{loop.__name__}.{seam.name}"

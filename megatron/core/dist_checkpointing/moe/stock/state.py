@@ -62,7 +62,12 @@ class StockCounts:
             self._operations = operations
 
     def evaluate_from(self, iteration: int, validated: int) -> None:
-        """Evaluations are done up to that of `iteration`, and have read so many samples."""
+        """Evaluations are done up to that of an iteration.
+
+        Args:
+            iteration: The iteration that was evaluated last.
+            validated: The samples that all evaluations have read.
+        """
         self.evaluated, self._args.consumed_valid_samples = iteration, validated
 
     def state_dict(self) -> dict[str, Json]:

@@ -56,8 +56,11 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def why_not(args: Any, version: str, *, is_started_by_script: bool = False) -> str | None:
     """Why processes of this job cannot stay, None where they can.
 
-    args: of Megatron-LM. is_started_by_script: whether torch.distributed was started before `pretrain`, by nobody who
-    could be asked to start it again.
+    Args:
+        args: Of Megatron-LM.
+        version: The version of Megatron-Core.
+        is_started_by_script: Whether torch.distributed was started before `pretrain`, by nobody who could be asked to
+            start it again.
     """
     if release_of(version) not in RELEASES:
         return f"Megatron-Core {version} was never tested with: known are {', '.join(RELEASES)}"
@@ -257,7 +260,15 @@ class Survivors:
         return built
 
     def train(self, chunks: Any, optimizer: Any) -> KeptProcess | None:
-        """The loop's `train` is called; returns what keeps this process, None where it ends with a fault."""
+        """The loop's `train` is called.
+
+        Args:
+            chunks: The model chunks of this rank.
+            optimizer: Its optimizer.
+
+        Returns:
+            What keeps this process; None where it ends with a fault.
+        """
         self._build.close()
         if self._connect is not None:
             self._kept = KeptProcess(chunks, optimizer)
