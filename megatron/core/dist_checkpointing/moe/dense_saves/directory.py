@@ -43,9 +43,14 @@ class CheckpointDirectory:
         return RELEASE if named == RELEASE else int(named.removeprefix("iter_"))
 
     def stage(self, iteration: int, keep: frozenset[int] = frozenset()) -> Path:
-        """An empty hidden folder to write `iteration` into. Raises OSError.
+        """An empty hidden folder to write an iteration into. What killed saves left behind is removed.
 
-        What killed saves left behind is removed; keep: iterations that are still being written.
+        Args:
+            iteration: The iteration that is saved.
+            keep: Iterations that are still being written.
+
+        Raises:
+            OSError: The folder cannot be made.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep(frozenset(self.staging(other).name for other in keep))

@@ -25,7 +25,15 @@ class Addition(Protocol):
     """Adds files of its own to checkpoints."""
 
     def complete(self, staging: Path, iteration: int) -> None:
-        """Before a checkpoint is sealed, on rank 0: add to its folder. Raises OSError."""
+        """Before a checkpoint is sealed, on rank 0: add to its folder.
+
+        Args:
+            staging: The folder, before it gets its name.
+            iteration: The iteration that is saved.
+
+        Raises:
+            OSError: It cannot be written.
+        """
 
     def published(self, iteration: int) -> None:
         """On all ranks, when the checkpoint is there."""
@@ -64,13 +72,28 @@ class DenseSaves:
         self._published: dict[Path, int] = {}
 
     def has(self, root: str | Path, iteration: int) -> bool:
-        """Whether the newest checkpoint that was published to `root` is that of this iteration."""
+        """Whether the newest checkpoint that was published is that of this iteration.
+
+        Args:
+            root: The folder of all checkpoints.
+            iteration: The iteration.
+        """
         return self._published.get(Path(root)) == iteration
 
     def checkpoint(
         self, root: str | Path, iteration: int, save: Callable[[], Any], addition: Addition | None = None
     ) -> Any:
-        """What `save` returns, which saves `iteration` below `root`; None where it could not be saved."""
+        """Save a checkpoint.
+
+        Args:
+            root: The folder of all checkpoints.
+            iteration: The iteration that is saved.
+            save: Saves it below `root`.
+            addition: What adds files of its own; None: nothing does.
+
+        Returns:
+            What `save` returns; None where it could not be saved.
+        """
         begun = _BegunSave(CheckpointDirectory(root), iteration, addition)
         try:
             self._prepare(begun)
@@ -83,7 +106,14 @@ class DenseSaves:
             self._begun = None
 
     def shards(self, save: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """In place of core's `save`, which takes these parameters; returns what it returns.
+        """In place of core's `save`.
+
+        Args:
+            save: Core's function.
+            given: The parameters that it is called with, by name.
+
+        Returns:
+            What `save` returns.
 
         Raises:
             RankFailure: On all ranks, if the checkpoint could not be saved.

@@ -41,7 +41,11 @@ class RankFailure(Exception):
 def on_rank_zero[T](action: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
     """Run `action` on rank 0 and return its value on every rank.
 
-    If it raises one of `errors`, every rank raises an equal exception: the same type and arguments.
+    If it raises an exception that is expected, every rank raises an equal one: the same type and arguments.
+
+    Args:
+        action: The function to run.
+        errors: The types of exceptions that are expected.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -96,7 +100,10 @@ _SHARD = re.compile(r".*__(\d+)_\d+\.distcp")
 def summed(request: Any, folder: Path, secret: str | None) -> Any:
     """The request, whose writing also sums up what it has written to the folder; where it runs, beside training too.
 
-    secret: path of the job's secret, if that is not in the environment.
+    Args:
+        request: What core wants to have written.
+        folder: The folder that it is written to.
+        secret: Path of the job's secret, if that is not in the environment.
     """
     if request.async_fn is None:  # nothing to write on this rank
         return request
@@ -158,7 +165,12 @@ def _reasons_kept() -> Iterator[None]:
 
 
 def take_sums(folder: Path, ranks: int) -> dict[str, FileSum]:
-    """What ranks have said that their files are, by name; removed from the folder."""
+    """What ranks have said that their files are, by name; removed from the folder.
+
+    Args:
+        folder: The folder of the checkpoint.
+        ranks: The number of ranks that wrote to it.
+    """
     sums: dict[str, FileSum] = {}
     for path in (folder / _SUMS.format(rank=rank) for rank in range(ranks)):
         with contextlib.suppress(OSError, UnreadableCheckpoint):
