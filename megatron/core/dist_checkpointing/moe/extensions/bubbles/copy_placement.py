@@ -38,7 +38,9 @@ class CopyPlacement:
     def due_s(self, in_bubbles: int, beside: int) -> float:
         """Seconds after the begin at which the next chunk may begin although there is no bubble.
 
-        in_bubbles, beside: bytes that have begun in bubbles and beside computation.
+        Args:
+            in_bubbles: Bytes that have begun in bubbles.
+            beside: Bytes that have begun while the stage computed.
         """
         left_bytes = max(0, self.total_bytes - in_bubbles - beside)
         latest_s = max(0.0, self.span_s - left_bytes / self.bytes_per_s) if self.bytes_per_s > 0 else 0.0
@@ -50,8 +52,16 @@ def estimated_wait_share(stage: int, stages: int, microbatches: int, chunks: int
     """How long a stage waits for others in the passes of an iteration, over the time for which it computes in them.
 
     The estimate of MOETION Alg. 4, line 3, for stages that are alike: t_bubble is this times the seconds that the stage
-    computes. The bubble behind a stage's last backward pass is left out: no receive waits in it. Raises UsageError for
-    pipelines that `schedule_1f1b` does not know.
+    computes. The bubble behind a stage's last backward pass is left out: no receive waits in it.
+
+    Args:
+        stage: The pipeline rank.
+        stages: Pipeline stages.
+        microbatches: Microbatches of an iteration.
+        chunks: Virtual stages of each.
+
+    Raises:
+        UsageError: Pipelines that `schedule_1f1b` does not know.
     """
     schedule = schedule_1f1b(stages, microbatches, 1 - BACKWARD_SHARE, BACKWARD_SHARE, chunks)
     return schedule.waits(stage).idle_s / microbatches

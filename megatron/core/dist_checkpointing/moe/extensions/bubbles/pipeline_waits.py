@@ -73,7 +73,12 @@ class PipelineWaits:
         return self._is_open
 
     def sleep(self, timeout_s: float, awake: Callable[[], bool]) -> None:
-        """Return when the stage waits, when `wake` is called, or after this time; at once if already `awake`."""
+        """Return when the stage waits, when `wake` is called, or after some time; at once if already awake.
+
+        Args:
+            timeout_s: The longest time in seconds.
+            awake: Whether there is no need to sleep.
+        """
         with self._changed:
             if not (self.is_open or awake()):
                 self._changed.wait(timeout_s)
@@ -88,7 +93,13 @@ class PipelineWaits:
         return 0.0 if self.is_open else max(0.0, self.clock() - self._closed_s)
 
     def began(self, nbytes: int, overrun_s: float, *, is_sent: bool) -> None:
-        """A chunk that began in a wait was moved; by the thread that moved it."""
+        """A chunk that began in a wait was moved; by the thread that moved it.
+
+        Args:
+            nbytes: Bytes of the chunk.
+            overrun_s: Seconds by which it ended after the wait.
+            is_sent: Whether it was sent to a peer, else copied.
+        """
         with self._changed:
             report = self._report
             name = "sent_bytes" if is_sent else "copied_bytes"
@@ -157,6 +168,7 @@ class DevicePipelineWaits(PipelineWaits):
         return at < len(pairs) and bool(pairs[at][0].query())
 
     def sleep(self, timeout_s: float, awake: Callable[[], bool]) -> None:
+        """As `PipelineWaits.sleep`; looks at the device's events every now and then, for they wake nobody."""
         with self._changed:
             if not (self.is_open or awake()):
                 self._changed.wait(min(timeout_s, _POLL_S))
@@ -237,7 +249,12 @@ class BubbleSends:
         return _MeasuredPace(CopyPlacement.of(total_bytes, newest, span_s, rate), self._waits, self)
 
     def noted(self, nbytes: int, moving_s: float) -> None:
-        """So many bytes were sent in this time; older ones count less."""
+        """A chunk was sent; older ones count less.
+
+        Args:
+            nbytes: Its bytes.
+            moving_s: Seconds that it took.
+        """
         self.moving_s += moving_s
         self._moved_bytes, self._moving_s = self._moved_bytes // 2 + nbytes, self._moving_s / 2 + moving_s
 

@@ -109,16 +109,26 @@ def schedule_1f1b(
     *,
     communication_s: float = 0.0,
 ) -> PipelineSchedule:
-    """One iteration of Megatron's 1F1B pipeline, or with `chunks` > 1 virtual stages per stage of its interleaved one.
+    """One iteration of Megatron's 1F1B pipeline, or with virtual stages of its interleaved one.
 
-    From it follow the bubbles of MOETION Alg. 4, line 3, which the paper estimates for 1F1B alone. `forward_s` and
-    `backward_s` are the seconds that a microbatch takes on a whole stage, for all its chunks together: one number, or
-    one per stage. `communication_s` is how long a tensor travels to the next stage, while both may compute. The order
-    within a stage is Megatron-Core's: microbatches in groups of `stages`, warm-up of (stages - stage - 1) * 2 +
-    (chunks - 1) * stages forward passes with interleaving, stages - stage - 1 without. Fewer microbatches than stages
-    are allowed without. Operations start as soon as their stage and their input are there; times are exact, so that no
-    bubble comes from rounding. Raises UsageError for counts below 1, times that are not finite or not greater than 0
-    (communication: negative), chunks with a single stage, and interleaved microbatches that are no multiple of stages.
+    From it follow the bubbles of MOETION Alg. 4, line 3, which the paper estimates for 1F1B alone. The order within a
+    stage is Megatron-Core's: microbatches in groups of `stages`, warm-up of (stages - stage - 1) * 2 + (chunks - 1) *
+    stages forward passes with interleaving, stages - stage - 1 without. Fewer microbatches than stages are allowed
+    without. Operations start as soon as their stage and their input are there; times are exact, so that no bubble comes
+    from rounding.
+
+    Args:
+        stages: Pipeline stages.
+        microbatches: Microbatches of an iteration.
+        forward_s: Seconds of a microbatch's forward pass on a whole stage, all its chunks together; one number, or one
+            per stage.
+        backward_s: The same of the backward pass.
+        chunks: Virtual stages of each stage.
+        communication_s: Seconds that a tensor travels to the next stage, while both may compute.
+
+    Raises:
+        UsageError: Counts below 1, times that are not finite or not greater than 0 (communication: negative), chunks
+            with a single stage, and interleaved microbatches that are no multiple of stages.
     """
     for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         whole(name, value, 1)
@@ -168,10 +178,17 @@ def place_in_bubbles(
 ) -> BubbleSplit:
     """SplitParameter of MOETION Alg. 4: floor(n t_bubble / t_ss) bytes into the bubbles, or all n if those are longer.
 
-    t_ss is the time of the whole snapshot at full bandwidth. The rest runs beside computation at `overlap_bytes_per_s`,
-    what communication leaves of the link (None: all of it). The paper stops there; here what does not end before the
-    optimizer step is a stall, at full bandwidth. Raises UsageError for negative bytes, bandwidths that are not finite,
-    and a full bandwidth that is not greater than 0.
+    t_ss is the time of the whole snapshot at full bandwidth. The rest runs beside computation. The paper stops there;
+    here what does not end before the optimizer step is a stall, at full bandwidth.
+
+    Args:
+        bubbles: The bubbles of the passes, t_bubble in all.
+        checkpoint_bytes: n, bytes of the snapshot.
+        bandwidth_bytes_per_s: The full bandwidth of the link.
+        overlap_bytes_per_s: What communication leaves of it beside computation; None: all of it.
+
+    Raises:
+        UsageError: Negative bytes, bandwidths that are not finite, and a full bandwidth that is not greater than 0.
     """
     bandwidth = positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
     overlap = bandwidth if overlap_bytes_per_s is None else not_negative("overlap_bytes_per_s", overlap_bytes_per_s)

@@ -35,7 +35,18 @@ class StageWaits:
         *,
         on_device: bool,
     ) -> StageWaits:
-        """Listen to this communicator, or to a new one where there is none yet. Raises UsageError."""
+        """Listen to a pipeline communicator.
+
+        Args:
+            passes: How this job runs forward and backward passes; None: unknown.
+            topology: The rank layout.
+            rank: This rank.
+            communicator: The communicator; None: a new one is made.
+            on_device: Whether stages wait on a device, not on the host.
+
+        Raises:
+            UsageError: The job has no pipeline stages that wait for each other.
+        """
         if passes is None or topology.pp < 2:
             raise UsageError(
                 f"--moe-ckpt-copy-placement bubbles needs pipeline stages that wait for each other, but the job has"
@@ -61,7 +72,13 @@ class StageWaits:
 
 
 def wait_share(passes: Passes, topology: Topology, rank: int) -> float | None:
-    """What `estimated_wait_share` says of this job; None where its schedule is not one that is known."""
+    """What `estimated_wait_share` says of this job; None where its schedule is not one that is known.
+
+    Args:
+        passes: How this job runs forward and backward passes.
+        topology: The rank layout.
+        rank: A rank of the stage.
+    """
     chunks, group = topology.vpp, passes.config.microbatch_group_size_per_vp_stage
     if chunks > 1 and group not in (None, topology.pp):
         return None

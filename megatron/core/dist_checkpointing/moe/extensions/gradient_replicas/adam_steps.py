@@ -26,7 +26,15 @@ _FLAG = "--moe-ckpt-replicate gradients"
 
 
 def check_repeatable(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor]) -> None:
-    """Raises UsageError where a peer could not repeat a step to the bit."""
+    """Refuse an optimizer of which a peer could not repeat a step to the bit.
+
+    Args:
+        optimizer: The optimizer of this rank.
+        stepped: The tensors that it steps.
+
+    Raises:
+        UsageError: It is no Adam of torch, or steps in another dtype than fp32 or on a GPU.
+    """
     for member in optimizer_members(optimizer):
         inner = member.optimizer
         name = f"{type(inner).__module__}.{type(inner).__name__}"

@@ -34,14 +34,28 @@ _ALIGN_BYTES = 8
 
 
 def made_by_step(key: str, prefixes: Collection[str]) -> bool:
-    """Whether the record of this key is made by the step of one of these shards."""
+    """Whether the record of a key is made by the step of a shard.
+
+    Args:
+        key: The key of the record.
+        prefixes: What the keys of stepped shards begin with.
+    """
     prefix, _, field = key.rpartition("/")
     return prefix in prefixes and field not in NOT_STEPPED
 
 
 def encode(manifest: Manifest, raw: memoryview, step: RecordedStep, followed: Collection[str]) -> memoryview:
-    """What leads to this snapshot, with bytes `raw`, from the one before: gradients of shards with these prefixes, as
-    far as it has them, and the rest."""
+    """The step that leads to a snapshot from the one before.
+
+    Args:
+        manifest: The snapshot.
+        raw: All of its bytes.
+        step: The step that was recorded.
+        followed: Prefixes of shards of which gradients are sent, as far as the snapshot has them.
+
+    Returns:
+        The header, gradients and all other records, one behind the other.
+    """
     shards = [one for one in step.shards if one.prefix in followed and f"{one.prefix}/{MASTER}" in manifest.by_key]
     header = {
         "optimizer": step.optimizer,
@@ -58,9 +72,16 @@ def encode(manifest: Manifest, raw: memoryview, step: RecordedStep, followed: Co
 
 
 def follow(step: bytearray, base: MappedReader, manifest: Manifest, into: memoryview) -> None:
-    """Make the snapshot of this manifest in `into` from the one before and the step between; nothing is verified here.
+    """Make a snapshot from the one before and the step between; nothing is verified here.
 
-    Raises UnreadableCheckpoint for a step that does not fit the snapshots.
+    Args:
+        step: What `encode` gave.
+        base: The snapshot before.
+        manifest: The snapshot to make.
+        into: Where its bytes go, as its layout has them.
+
+    Raises:
+        UnreadableCheckpoint: The step does not fit the snapshots.
     """
     try:
         _follow(memoryview(step), base, manifest, into)

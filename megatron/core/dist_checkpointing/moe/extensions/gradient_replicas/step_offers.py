@@ -33,7 +33,17 @@ class StepOffers:
     def steps(
         self, iteration: int, pieces: Sequence[Piece], readers: Sequence[MappedReader], step: RecordedStep | None
     ) -> list[memoryview]:
-        """For each piece, open in `readers`, what a peer can make it from; empty where its state has to be sent."""
+        """For each piece what a peer can make it from.
+
+        Args:
+            iteration: The iteration of the snapshot.
+            pieces: The pieces of it that are sent.
+            readers: An open reader of each piece.
+            step: The step of the iteration; None: it was not recorded.
+
+        Returns:
+            One for each piece; empty where its state has to be sent.
+        """
         interval = iteration - self._iteration
         if self._confirmed and (interval != 1 or step is None):
             why = "its step was not recorded" if interval == 1 else f"peers confirmed iteration {self._iteration} last"
@@ -46,7 +56,13 @@ class StepOffers:
         ]
 
     def exchanged(self, pieces: Sequence[Piece], done: Exchange, *, offered: bool) -> None:
-        """How it went: what all peers have now is what they can follow from."""
+        """An exchange has ended: what all peers have now is what they can follow from.
+
+        Args:
+            pieces: The pieces that were sent.
+            done: How it went.
+            offered: Whether peers were offered steps.
+        """
         everywhere = bool(pieces) and all(done.acknowledged.values())
         self._iteration = done.iteration
         self._confirmed = frozenset(one for piece in pieces for one in piece.plan.parts) if everywhere else frozenset()
@@ -68,7 +84,12 @@ class StepOffers:
 
 
 def step_costs(manifest: Manifest, step: RecordedStep) -> Mapping[OperatorId, TransferCost]:
-    """Of each operator with stepped weights in this snapshot: bytes that its step makes, and those of its gradients."""
+    """Of each operator with stepped weights in this snapshot: bytes that its step makes, and those of its gradients.
+
+    Args:
+        manifest: The snapshot.
+        step: The step that was recorded.
+    """
     prefixes = {one.prefix for one in step.shards}
     made: dict[OperatorId, int] = defaultdict(int)
     sent: dict[OperatorId, int] = defaultdict(int)

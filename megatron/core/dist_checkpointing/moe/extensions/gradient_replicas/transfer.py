@@ -42,18 +42,29 @@ def transfer(
     acknowledged: AbstractSet[OperatorId],
     costs: Mapping[OperatorId, TransferCost],
 ) -> dict[OperatorId, TransferChoice]:
-    """MOETION Alg. 3: what is sent of each operator in `current`, ascending, for the state after iteration t.
+    """MOETION Alg. 3: what is sent of each operator for the state after iteration t.
 
     Gradients go only to a peer that verifiably holds the state after iteration t - 1: snapshots are taken in every
-    iteration (`interval` 1), the operator was in the `previous` snapshot, and it is in `acknowledged`, the operators
-    whose peer confirmed that very state, received or stepped to, by its checksum. The paper asks for the first two
-    alone, so that one lost or damaged message would make all later replicas wrong. With several replicas,
-    `acknowledged` holds what all of them confirmed. Gradients must also be smaller than the state, else state is sent.
+    iteration, the operator was in the snapshot before, and the peer has confirmed that very state, received or stepped
+    to, by its checksum. The paper asks for the first two alone, so that one lost or damaged message would make all
+    later replicas wrong. Gradients must also be smaller than the state, else state is sent.
 
     The peer arrives at the same bits only if it repeats the step with what the trainer used: learning rate, weight
     decay, clip factor, loss scale, step count, and whether the step was skipped. These are journaled per iteration and
     travel along.
-    Raises UsageError for an interval below 1, and an operator without cost.
+
+    Args:
+        previous: Operators of the snapshot before.
+        current: Operators of this snapshot.
+        interval: Iterations between the two; 1: every iteration has a snapshot.
+        acknowledged: Operators that the peer has confirmed; with several replicas those that all of them have.
+        costs: Bytes of the state and of the gradients of each operator.
+
+    Returns:
+        The choice for each operator in `current`, ascending.
+
+    Raises:
+        UsageError: An interval below 1, and an operator without cost.
     """
     whole("interval", interval, 1)
     stepwise = previous & acknowledged if interval == 1 else frozenset()

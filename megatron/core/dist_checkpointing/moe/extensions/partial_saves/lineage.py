@@ -30,7 +30,12 @@ class ExpertLineage:
 
 
 def summed(first: Mapping[int, Sequence[int]], second: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """The sums of the numbers of each layer; a layer that one of them lacks counts as zeros there."""
+    """The sums of the numbers of each layer; a layer that one of them lacks counts as zeros there.
+
+    Args:
+        first: Numbers by layer.
+        second: As many numbers by layer.
+    """
     return {
         layer: tuple(map(sum, zip(*(rows[layer] for rows in (first, second) if layer in rows), strict=True)))
         for layer in sorted({*first, *second})

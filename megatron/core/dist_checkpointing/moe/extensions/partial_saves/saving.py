@@ -64,7 +64,13 @@ class ExpertSaves:
 
     @contextlib.contextmanager
     def generating(self, optimizer: Any, directory: CheckpointDirectory, iteration: int) -> Iterator[None]:
-        """A block in which the state that is generated is what the checkpoint of `iteration` holds. A collective."""
+        """A block in which the state that is generated is what a checkpoint holds. A collective.
+
+        Args:
+            optimizer: The optimizer of this rank, or None.
+            directory: The folder of all checkpoints.
+            iteration: The iteration that is saved.
+        """
         whole: dict[str, Any] = {}
 
         def of_chunk(index: int, generate: Generate, *given: Any, **options: Any) -> dict[str, Any]:
@@ -85,7 +91,15 @@ class ExpertSaves:
             yield
 
     def complete(self, staging: Path, iteration: int) -> None:
-        """Add to a checkpoint that is about to be published which experts it holds; on rank 0. Raises OSError."""
+        """Add to a checkpoint that is about to be published which experts it holds; on rank 0.
+
+        Args:
+            staging: The folder, before it gets its name.
+            iteration: The iteration that is saved.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         chain = self._chains[iteration]
         write_atomically(staging / MANIFEST, encode(chain))
         if not chain.is_complete:

@@ -43,9 +43,11 @@ def entry_of(value: Any) -> ExpertEntry | None:
 
 
 def selected(generated: dict[str, Any], chain: Chain) -> dict[str, Any]:
-    """The part of a sharded state dict that the iteration of `chain` holds, under the names that it has there.
+    """The part of a sharded state dict that a checkpoint holds, under the names that it has there.
 
-    generated: without factories.
+    Args:
+        generated: The sharded state dict, without factories.
+        chain: Which checkpoint holds which experts; its iteration is the one of this checkpoint.
     """
     if chain.is_complete:
         return generated

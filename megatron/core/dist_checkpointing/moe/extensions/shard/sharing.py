@@ -135,11 +135,20 @@ def assign(
 def share_out(
     tensors: Sequence[StateTensor], assignment: ShardAssignment, topology: Topology, rank: int
 ) -> tuple[Portion, ...]:
-    """What `rank` stores of each of its tensors, in their order, which must be the same on its data-parallel peers.
+    """What a rank stores of each of its tensors.
 
-    An operator's parameters are numbered through its tensors in this order, the same for master weights and each
-    moment. Step counts, compute weights and buffers are stored by every holder, and so is what the assignment
-    does not know: what tensor parallelism replicates, and the second copy of tied embeddings.
+    An operator's parameters are numbered through its tensors in their order, the same for master weights and each
+    moment. Step counts, compute weights and buffers are stored by every holder, and so is what the assignment does not
+    know: what tensor parallelism replicates, and the second copy of tied embeddings.
+
+    Args:
+        tensors: The tensors, in an order that must be the same on data-parallel peers.
+        assignment: Who stores which parameters.
+        topology: The rank layout.
+        rank: The rank.
+
+    Returns:
+        One portion per tensor, in their order.
     """
     ranges = _own_ranges(assignment, topology, rank)
     shareable = {state.key for state in tensors if state.operator in ranges and _is_shareable(state, topology)}
@@ -154,7 +163,12 @@ def share_out(
 
 @torch.no_grad()
 def join(portions: Sequence[Portion], group_of: Callable[[OperatorId], torch.distributed.ProcessGroup]) -> None:
-    """Fill in what the other ranks of `group_of(operator)` stored, to the last bit; a collective over these groups."""
+    """Fill in what the other ranks stored, to the last bit; a collective over the groups of the tensors.
+
+    Args:
+        portions: What this rank has stored of each tensor.
+        group_of: The ranks that share an operator.
+    """
     for portion in portions:
         if portion.own is None:
             continue
@@ -173,9 +187,17 @@ def join_restored(
     restored: Callable[[str], bool],
     group_of: Callable[[OperatorId], torch.distributed.ProcessGroup],
 ) -> None:
-    """Take each of these tensors from the first rank of its group that has `restored` its key, to the last bit.
+    """Take each of these tensors from the first rank of its group that has restored it, to the last bit.
 
-    A collective over the groups of all of them. Raises UnreadableCheckpoint on all ranks of a group where none has.
+    A collective over the groups of all of them.
+
+    Args:
+        tensors: The tensors, the same on all ranks of a group.
+        restored: Whether this rank has restored the tensor with a key.
+        group_of: The ranks that share an operator.
+
+    Raises:
+        UnreadableCheckpoint: On all ranks of a group: none of them has restored a tensor.
     """
     for state in tensors:
         group = group_of(state.operator)
