@@ -35,7 +35,12 @@ class IndexedCorpus:
         return self.tokens_between(0.0, 1.0)
 
     def tokens_between(self, begin: float, end: float) -> int:
-        """Tokens of the sequences between two fractions of the corpus, rounded as Megatron's split is."""
+        """Tokens of the sequences between two fractions of the corpus, rounded as Megatron's split is.
+
+        Args:
+            begin: Where they begin, as a fraction of the corpus.
+            end: Where they end, as a fraction of the corpus.
+        """
         count = len(self.sequence_lengths)
         return int(self.sequence_lengths[round(begin * count) : round(end * count)].sum(dtype=np.int64))
 

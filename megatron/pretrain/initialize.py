@@ -83,8 +83,14 @@ def start_process_group(
 ) -> None:
     """Connect all ranks, those of a restart at fresh addresses.
 
-    interface: of `--moe-ckpt-interface`, for all that gloo does. Raises InvalidInput, on all ranks, for one that is
-    not there.
+    Args:
+        backend: `gloo` or `nccl`.
+        launch: The place of this process in the job.
+        timeout: How long connecting, and later each collective, may take.
+        interface: Of `--moe-ckpt-interface`, for all that gloo does.
+
+    Raises:
+        InvalidInput: On all ranks: the interface is not there.
     """
     if "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()

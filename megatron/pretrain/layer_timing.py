@@ -70,7 +70,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def time_layers(device: str, settings: Settings, launch: Launch) -> None:
-    """Time all patterns and lose a rank; after the restart only note when training goes at its pace."""
+    """Time all patterns and lose a rank; after the restart only note when training goes at its pace.
+
+    Args:
+        device: `cpu` or `cuda`.
+        settings: The patterns to time, and where results go.
+        launch: The place of this process in the job.
+    """
     start_megatron(device, launch)
     is_back = launch.attempt > 0
     found: dict[str, Any] = {"ready_at_s": back_at_s(settings)} if is_back else _timed(settings)
@@ -150,7 +156,15 @@ class TimedJob:
             chunk.train()
 
     def measured(self, size: int, repeats: int) -> dict[str, Any]:
-        """Seconds of one more microbatch of `size` samples, of the fewest, of the optimizer's step; bytes at peak."""
+        """Times and memory with microbatches of a size.
+
+        Args:
+            size: Samples of a microbatch.
+            repeats: How often each time is taken; the median counts.
+
+        Returns:
+            Seconds of one more microbatch, of the fewest, and of the optimizer's step; bytes at peak.
+        """
         for count in (FEW, MANY):
             self.passes(size, count)
         few, many, steps = [], [], []
@@ -168,7 +182,12 @@ class TimedJob:
         }
 
     def frozen_s(self, size: int, repeats: int) -> float:
-        """Seconds of one more microbatch while no layer has weight gradients."""
+        """Seconds of one more microbatch while no layer has weight gradients.
+
+        Args:
+            size: Samples of a microbatch.
+            repeats: How often each time is taken; the median counts.
+        """
         decoders = [one for chunk in self._chunks for one in chunk.modules() if _is_decoder(one)]
         for decoder in decoders:
             decoder.requires_grad_(False)
@@ -196,7 +215,12 @@ class TimedJob:
         return _slowest(self.passes(size, FEW) + self._clocked(self._optimizer.step))
 
     def passes(self, size: int, count: int) -> float:
-        """Seconds of forward and backward of `count` microbatches, with the reduction of gradients."""
+        """Seconds of forward and backward, with the reduction of gradients.
+
+        Args:
+            size: Samples of a microbatch.
+            count: The number of microbatches.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from pretrain_gpt_moe import forward_step
 

@@ -50,9 +50,15 @@ class Parts:
 
 
 def run(argv: Sequence[str], parts: Parts, *, recover_only: bool = False) -> int:
-    """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work.
+    """Train with these flags.
 
-    recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
+    Args:
+        argv: The flags.
+        parts: The parts of the training script.
+        recover_only: Training ends, with a checkpoint, once it has recovered.
+
+    Returns:
+        The exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work.
     """
 
     def train(launch: Launch) -> None:
@@ -62,7 +68,12 @@ def run(argv: Sequence[str], parts: Parts, *, recover_only: bool = False) -> int
 
 
 def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
-    """Do `work` in a process whose flags are Megatron-LM's; exit code as of `run`."""
+    """Do `work` in a process whose flags are Megatron-LM's; exit code as of `run`.
+
+    Args:
+        argv: The flags.
+        work: The work, given the place of this process in the job.
+    """
     launch = Launch.from_environment()
     configure_logging(launch)
     sys.argv = [sys.argv[0], *_flags_of_engine(), *argv]  # where Megatron-LM looks for them
@@ -163,7 +174,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def start_megatron(device: str, launch: Launch) -> None:
-    """Bring up Megatron-LM as its loop does, without training: flags, process groups and random states."""
+    """Bring up Megatron-LM as its loop does, without training: flags, process groups and random states.
+
+    Args:
+        device: `cpu` or `cuda`.
+        launch: The place of this process in the job.
+    """
     _choose(device)
     if device == "cuda":
         torch.cuda.set_device(launch.local_rank)

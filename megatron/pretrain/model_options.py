@@ -52,9 +52,15 @@ def fuse_weight_gradients(model: GPTModel) -> None:
 
 
 def freeze_experts(model: GPTModel, args: Any) -> None:
-    """Before gradients and the optimizer's state are laid out, which is done for what is trained.
+    """Freeze all routed experts, before gradients and the optimizer's state are laid out for the parameters that are
+    trained.
 
-    Raises InvalidInput for a model without experts.
+    Args:
+        model: The model, or a chunk of it.
+        args: Of Megatron-LM.
+
+    Raises:
+        InvalidInput: The model has no experts.
     """
     pattern = args.moe_layer_freq
     if not args.num_experts or (isinstance(pattern, list) and not any(pattern)):

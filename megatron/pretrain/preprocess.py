@@ -82,6 +82,10 @@ def corpus_writer(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
 
     Files are written under temporary names, synced, and renamed, the index last: a reader sees the new corpus,
     or no index. Raises `InvalidInput` when the place cannot be written or no document came.
+
+    Args:
+        prefix: The path of both files without their suffixes.
+        vocab_size: The number of tokens, which decides their dtype.
     """
     data_path, index_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     temporary_data, temporary_index = (Path(f"{path}.{os.getpid()}.tmp") for path in (data_path, index_path))
@@ -126,6 +130,10 @@ def read_documents(path: Path, json_keys: tuple[str, ...]) -> Iterator[Document]
     """The documents of one file: each line and key of a `.jsonl` or `.json` file, any other file whole as key `text`.
 
     Raises `InvalidInput`, naming file and line, for what is not JSON, or has no text under a key.
+
+    Args:
+        path: The file.
+        json_keys: The keys whose texts are documents.
     """
     if path.suffix in _JSON_SUFFIXES:
         with path.open("rb") as lines:
@@ -146,8 +154,14 @@ def read_documents(path: Path, json_keys: tuple[str, ...]) -> Iterator[Document]
 def preprocess(request: PreprocessRequest, on_progress: Callable[[int, int], None]) -> tuple[CorpusWriter, ...]:
     """Tokenize the inputs and write one corpus per JSON key at `{output_prefix}_{key}_document`.
 
-    `on_progress(documents, tokens)` is called with the totals so far after every document.
     Raises `InvalidInput` for bad input; then nothing is written.
+
+    Args:
+        request: The inputs, the tokenizer, and where the corpora go.
+        on_progress: Called after every document with the documents and tokens so far.
+
+    Raises:
+        InvalidInput: The input is bad; then nothing is written.
     """
     if request.workers < 1:
         raise InvalidInput(f"--workers {request.workers}: at least 1 is needed")
@@ -192,7 +206,13 @@ def _encode_in_worker(request: PreprocessRequest, document: Document) -> list[in
 
 
 def encode_document(tokenizer: Tokenizer, document: Document, append_eod: bool) -> list[int]:
-    """Token ids of a document, with the end-of-document id behind a document that is not empty if asked for."""
+    """Token ids of a document.
+
+    Args:
+        tokenizer: The tokenizer.
+        document: The document.
+        append_eod: Whether the end-of-document id is put behind a document that is not empty.
+    """
     try:
         ids = tokenizer.tokenize(document.text)
     except InvalidInput as error:

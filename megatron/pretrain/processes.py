@@ -59,7 +59,15 @@ def kill_processes_with(environment: Mapping[str, str]) -> list[int]:
 
 def end_processes_with(environment: Mapping[str, str], timeout_s: float) -> list[int]:
     """Kill all processes that `processes_with` finds, but this one, also those that they were just starting, until none
-    is there; which are left after `timeout_s` seconds."""
+    is there.
+
+    Args:
+        environment: Variables by which they are found.
+        timeout_s: Seconds after which it gives up.
+
+    Returns:
+        Which are left.
+    """
     until = time.monotonic() + timeout_s
     while (left := kill_processes_with(environment)) and time.monotonic() < until:
         time.sleep(0.005)

@@ -124,6 +124,11 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size
     """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` ask for.
 
     Raises `InvalidInput` for an unknown type, a flag the type needs and lacks, or one that contradicts it.
+
+    Args:
+        tokenizer_type: A name in TOKENIZER_TYPES.
+        tokenizer_model: The file of the tokenizer, or None.
+        vocab_size: The number of tokens, or None.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         raise InvalidInput(f"--tokenizer-type {tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")

@@ -19,6 +19,10 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
     """Say what went wrong, once for the job where all ranks know it, and return the exit code of this worker.
 
     Anything that is neither an error for people nor the loss of a peer is raised again: its traceback is needed.
+
+    Args:
+        error: What ended training on this rank.
+        launch: The place of this process in the job.
     """
     own_heartbeat().rest(lost_a_peer=is_lost_peer(error))
     if isinstance(error, TrainingFailure):

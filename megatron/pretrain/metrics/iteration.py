@@ -93,7 +93,13 @@ class IterationReport:
     """Whether a recovery ran the iteration again to make a sparse checkpoint dense."""
 
     def of_run(self, facts: RunFacts | None, at_s: float, since_boot_s: float) -> IterationReport:
-        """With when it was written, and with what follows from the facts of its run."""
+        """With when it was written, and with the rates of its run.
+
+        Args:
+            facts: Tokens and operations of an iteration; None: unknown, then there are no rates.
+            at_s: Seconds since 1970.
+            since_boot_s: Seconds since the machine started.
+        """
         written = dataclasses.replace(self, at_s=at_s, since_boot_s=since_boot_s)
         if facts is None or self.iteration_time_s <= 0:
             return written
@@ -130,7 +136,12 @@ def _waits(stage: WaitReport) -> dict[str, float]:
 
 
 def protection_fields(done: ProtectionReport | None, *, with_tokens: bool) -> dict[str, Any]:
-    """What checkpointing did, as fields of an `IterationReport`."""
+    """What checkpointing did, as fields of an `IterationReport`.
+
+    Args:
+        done: What checkpointing did; None: nothing is protected.
+        with_tokens: Whether the tokens of each expert are among them.
+    """
     if done is None:
         return {}
     return {

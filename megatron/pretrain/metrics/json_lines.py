@@ -38,7 +38,7 @@ class JsonLines(MetricsSink):
         self._append(dataclasses.asdict(report))
 
     def recovered(self, timeline: Mapping[str, Any], iteration: int) -> None:
-        """A line `{"recovery": {...}}`."""
+        """As `MetricsSink.recovered`: a line `{"recovery": {...}}`."""
         self._append({"recovery": dict(timeline)})
 
     def close(self) -> None:

@@ -47,7 +47,12 @@ class Metrics:
             self._each(lambda sink: sink.iteration(complete))
 
     def recovered(self, timeline: Mapping[str, Any], iteration: int) -> None:
-        """Write the timeline of a recovery, after which training stands behind `iteration`."""
+        """Write the timeline of a recovery.
+
+        Args:
+            timeline: Of `RecoveryTimeline.to_data`.
+            iteration: The iteration after which training stands.
+        """
         timeline = {**timeline, "at_s": time.time(), "since_boot_s": since_boot_s()}
         self._each(lambda sink: sink.recovered(timeline, iteration))
 

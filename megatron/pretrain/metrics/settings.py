@@ -37,6 +37,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def from_flags(flags: Any, *, tensorboard: Any, wandb: Any) -> MetricsSettings:
-    """The settings in an object that has the flags as attributes, and the writers that are open."""
+    """The settings that flags give.
+
+    Args:
+        flags: An object that has the flags as attributes.
+        tensorboard: The writer of TensorBoard that is open, or None.
+        wandb: The writer of W&B that is open, or None.
+    """
     own = {name: getattr(flags, flag.removeprefix("--").replace("-", "_")) for name, (flag, *_) in OWN_FLAGS.items()}
     return MetricsSettings(**own, tensorboard=tensorboard, wandb=wandb)

@@ -31,7 +31,12 @@ class MetricsSink(ABC):
         """An iteration ended."""
 
     def recovered(self, timeline: Mapping[str, Any], iteration: int) -> None:
-        """A recovery ended, see `RecoveryTimeline.to_data`; training stands behind `iteration`."""
+        """A recovery has ended.
+
+        Args:
+            timeline: Of `RecoveryTimeline.to_data`.
+            iteration: The iteration after which training stands.
+        """
         return
 
     def close(self) -> None:
@@ -40,5 +45,12 @@ class MetricsSink(ABC):
 
 
 def missing_package(flag: str, package: str, extra: str, error: ImportError) -> InvalidInput:
-    """The error of a sink whose package is not there."""
+    """The error of a sink whose package is not there.
+
+    Args:
+        flag: The flag that asks for the sink.
+        package: The package that is missing.
+        extra: The extra of this project that brings it.
+        error: Why it cannot be imported.
+    """
     return InvalidInput(f"{flag} needs {package} ({error}): pip install 'megatron-moe-ckpt[{extra}]'")

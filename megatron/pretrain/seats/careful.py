@@ -185,7 +185,12 @@ class CarefulSeatAgent(_Careful, SeatAgent):
 def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
     """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys, and leave or end
     ranks as the options say. A signal raises SignalException once, and so ends all processes; Ctrl-C also where no
-    agent of torch's own has started them."""
+    agent of torch's own has started them.
+
+    Args:
+        standbys: Standby processes to keep waiting on this node.
+        hygiene: When ranks are ended, and when a node leaves the job.
+    """
     own, handler = launcher.LocalElasticAgent, processes._terminate_process_handler
     interrupt = signal.signal(signal.SIGINT, _raise_once)
     processes._terminate_process_handler = _raise_once
@@ -211,7 +216,15 @@ def _raise_once(number: int, frame: object) -> NoReturn:
 
 
 def check_health(command: str, timeout_s: float) -> None:
-    """Run a command of a shell; an empty one is well. Raises NodeLeaves where it fails or takes too long."""
+    """Run a health check.
+
+    Args:
+        command: A command of a shell; an empty one is well.
+        timeout_s: Seconds that it may take.
+
+    Raises:
+        NodeLeaves: It fails, or takes too long.
+    """
     if not command:
         return
     process = subprocess.Popen(

@@ -46,6 +46,11 @@ def is_to_blame(exit_code: int, beat: Beat | None, told_to_end: int) -> bool:
 
     One that ended by a signal that nobody but the system sends did; one that left with an error where it did not say
     that it had lost a peer; of one that says nothing at all it is not known.
+
+    Args:
+        exit_code: Of the process; negative where a signal ended it.
+        beat: What it said last; None: nothing.
+        told_to_end: The signal by which the launcher ends processes.
     """
     if exit_code < 0:
         return exit_code != -told_to_end
@@ -69,6 +74,11 @@ def judge(beats: Mapping[int, Beat | None], now_s: float, hang_s: float) -> Hung
     that do not even run, for `hang_s` whatever they were doing, are to blame, and ended at once. Where all run nothing
     tells who keeps the others waiting: they have half of `hang_s` more for another node to end its own, then all of
     them are ended.
+
+    Args:
+        beats: What each process said last, by its number; None: nothing.
+        now_s: The time now, of the clock of beats.
+        hang_s: Seconds without a trained iteration that are too long.
     """
     may_take_s = {Doing.TRAINING: hang_s, Doing.REJOINED: FIRST * hang_s, Doing.LOADING: START * hang_s}
     due = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing is not Doing.LEFT}

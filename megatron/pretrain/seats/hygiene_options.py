@@ -30,7 +30,12 @@ class HygieneOptions:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser, prefix: str = "") -> None:
-        """The flags of these options, each with a prefix."""
+        """The flags of these options, each with a prefix.
+
+        Args:
+            parser: Gets the flags.
+            prefix: What their names begin with.
+        """
         parser.add_argument(
             f"--{prefix}strikes", type=_strikes, default=(0, 0.0), metavar="N/TIME", dest="strikes",
             help="a node whose own ranks fail N times within TIME, such as 3/10m, leaves the job to a spare (default:"

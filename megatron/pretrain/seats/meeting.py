@@ -30,6 +30,10 @@ def settled(found: Sequence[Place | None], nodes: int) -> list[int]:
 
     Nodes keep the number that they had in a job of this size, so that their processes keep their ranks; the others take
     what is left, in their order. Where two had the same number the first one keeps it.
+
+    Args:
+        found: The place that each node had before, in the order in which nodes came; None: it had none.
+        nodes: The number of nodes now.
     """
     numbers: list[int | None] = [None] * len(found)
     for index, place in enumerate(found):

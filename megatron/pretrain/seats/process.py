@@ -46,8 +46,14 @@ class SeatProcess:
 
     @classmethod
     def started(cls, command: Sequence[str], environment: Mapping[str, str], *, idle: bool) -> SeatProcess:
-        """A new one. environment: all of it. idle: run only where nothing else wants to, until it has a seat; as ever
-        where the system would not undo that."""
+        """A new one.
+
+        Args:
+            command: The training script and its arguments.
+            environment: All variables of the process.
+            idle: Run only where nothing else wants to, until it has a seat; as ever where the system would not undo
+                that.
+        """
         here, there = socket.socketpair()
         with there:
             own = {DESCRIPTOR: str(there.fileno()), LAUNCHER_VERSION: str(VERSION)}

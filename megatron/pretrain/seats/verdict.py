@@ -32,7 +32,13 @@ class VerdictAgent(LocalElasticAgent):
 
 
 def wait_for_others(store: Store, nodes: int, timeout_s: float = OTHERS_S) -> None:
-    """Wait until the agents of so many nodes are here, or for so long."""
+    """Wait until the agents of all nodes are here, or for some time.
+
+    Args:
+        store: The store of the rendezvous.
+        nodes: The number of nodes.
+        timeout_s: The longest time in seconds.
+    """
     store.set_timeout(timedelta(seconds=timeout_s))
     try:
         barrier(store, nodes, "moe-ckpt/verdict", timeout_s)

@@ -41,7 +41,14 @@ class Step:
     def apply(
         self, gradient: torch.Tensor, weights: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> torch.Tensor:
-        """The new weights, in single precision; `weights` stay, moments are updated in place."""
+        """The new weights, in single precision.
+
+        Args:
+            gradient: The gradient, in any dtype.
+            weights: The weights before, which stay as they are.
+            first: The first moments, updated in place.
+            second: The second moments, updated in place.
+        """
         gradient, weights = gradient.float(), weights.float()
         corrected = [1 - beta**self.step if self.bias_correction else 1.0 for beta in (self.beta1, self.beta2)]
         if self.mode == 0:
@@ -62,9 +69,22 @@ def multi_tensor_adam(
     chunk_size: int, overflow: torch.Tensor, lists: Lists, lr: float, beta1: float, beta2: float, eps: float,
     step: int, mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Step each of the weights: gradients, weights, first and second moments, and where given master weights.
+    """Step each of the weights.
 
     With master weights those are stepped, and the weights are their cast.
+
+    Args:
+        chunk_size: Not used.
+        overflow: Not used.
+        lists: Gradients, weights, first and second moments, and where given master weights.
+        lr: The learning rate.
+        beta1: The decay of first moments.
+        beta2: The decay of second moments.
+        eps: Added to the root of second moments.
+        step: The number of this step, from 1.
+        mode: 0: weight decay is part of the gradient; 1: of the update (AdamW).
+        bias_correction: Whether moments are corrected for having begun with zeros.
+        weight_decay: The factor of weight decay.
     """
     adam = Step(lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     for gradient, weights, first, second, *masters in zip(*lists, strict=True):

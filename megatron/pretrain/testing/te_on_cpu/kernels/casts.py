@@ -28,7 +28,13 @@ __all__ = [
 
 
 def quantize(source: torch.Tensor, quantizer: Any, into: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """`source` in the format of the quantizer, in a new tensor or in `into`; a `noop` that is set leaves that as it is.
+    """`source` in the format of the quantizer.
+
+    Args:
+        source: The values.
+        quantizer: The format and the scaling.
+        into: Where they go; None: a new tensor.
+        noop: Of one element: if it is set, `into` stays as it is.
 
     Raises:
         NotImplementedError: The quantizer is of another kind than delayed or current scaling of whole tensors.
@@ -52,37 +58,73 @@ def quantize(source: torch.Tensor, quantizer: Any, into: Any = None, noop: torch
 def split_quantize(
     source: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any], *, disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """Rows of a matrix, so many for each quantizer."""
+    """Rows of a matrix, in the format of several quantizers.
+
+    Args:
+        source: The matrix.
+        splits: The number of rows of each quantizer.
+        quantizers: The formats.
+        disable_bulk_allocation: Not used.
+    """
     parts = torch.split(source, [int(rows) for rows in splits])
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 
 
 def bgrad_quantize(gradient: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
-    """The gradient of a bias, which is the sum over rows, and the gradient in eight bits."""
+    """The gradient of a bias, which is the sum over rows, and the gradient in eight bits.
+
+    Args:
+        gradient: The gradient of the outputs; its last dimension is that of the bias.
+        quantizer: The format and the scaling.
+    """
     of_bias = gradient.float().reshape(-1, gradient.shape[-1]).sum(0).to(gradient.dtype)
     return of_bias, quantize(gradient, quantizer)
 
 
 def dequantize(tensor: Any, dtype: int | torch.dtype) -> torch.Tensor:
-    """The values of a Float8 tensor."""
+    """The values of a Float8 tensor.
+
+    Args:
+        tensor: A Float8 tensor.
+        dtype: The dtype of the result, of torch or as a number of Transformer Engine.
+    """
     return values_of(tensor).to(torch_dtype(dtype))
 
 
 def fp8_transpose(data: torch.Tensor, _dtype: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Bytes with the last dimension first."""
+    """Bytes with the last dimension first.
+
+    Args:
+        data: The bytes.
+        _dtype: Not used.
+        out: Where they go; None: a new tensor.
+    """
     moved = data.movedim(-1, 0).contiguous()
     return moved if out is None else out.copy_(moved.view(out.shape))
 
 
 def compute_amax(source: torch.Tensor, amax: torch.Tensor) -> None:
-    """Write the largest magnitude of `source` to `amax`, of one element."""
+    """Write the largest magnitude of a tensor.
+
+    Args:
+        source: The tensor.
+        amax: Of one element, written to.
+    """
     amax.copy_(_largest(source.detach().float()).view(amax.shape))
 
 
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: object = None, pin_memory: bool = False
 ) -> Any:
-    """A Float8 tensor without values, in the light form where the quantizer is for internal use."""
+    """A Float8 tensor without values, in the light form where the quantizer is for internal use.
+
+    Args:
+        quantizer: The format, and whether rows and columns are kept.
+        shape: The shape of the tensor.
+        dtype: The dtype that it stands for.
+        device: Not used.
+        pin_memory: Not used.
+    """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
@@ -113,13 +155,25 @@ def values_of(tensor: Any) -> torch.Tensor:
 
 
 def to_eight_bits(values: torch.Tensor, dtype: int) -> torch.Tensor:
-    """The bytes of the nearest numbers of the format; what is too large becomes the largest, NaN stays."""
+    """The bytes of the nearest numbers of the format; what is too large becomes the largest, NaN stays.
+
+    Args:
+        values: The numbers, already scaled.
+        dtype: The format, as a number of Transformer Engine.
+    """
     largest = LARGEST[int(dtype)]
     return values.clamp(-largest, largest).to(torch_dtype(dtype)).view(torch.uint8)
 
 
 def scale_for(amax: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
-    """The scale of current scaling: the largest value of the tensor becomes the largest of the format."""
+    """The scale of current scaling: the largest value of the tensor becomes the largest of the format.
+
+    Args:
+        amax: The largest magnitude of the tensor, of one element.
+        largest: The largest number of the format.
+        power_of_two: Whether the scale is rounded down to one.
+        epsilon: The least value that counts as the largest.
+    """
     amax = amax.clamp(min=epsilon)
     scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), largest / amax)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, torch.finfo(torch.float32).max), scale)

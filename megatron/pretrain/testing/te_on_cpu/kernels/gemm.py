@@ -24,9 +24,28 @@ def generic_gemm(
     dtype: int | None, bias: MaybeTensor, _bias_dtype: int, gelu: bool, gelu_input: MaybeTensor, grad: bool,
     _workspace: object, _workspace_size: int, accumulate: bool, _split_accumulator: bool, **options: Any,
 ) -> tuple[torch.Tensor, MaybeTensor, MaybeTensor, MaybeTensor]:  # fmt: skip
-    """The product, with the bias added in a forward pass; with `grad`, and given a bias, its gradient too.
+    """The product, with the bias added in a forward pass; in a backward pass, and given a bias, its gradient too.
 
-    Operands may be Float8 tensors, and with a quantizer the output is one.
+    Operands may be Float8 tensors.
+
+    Args:
+        a: The right operand, as cuBLAS exchanges them.
+        transposed_a: Whether it is transposed.
+        b: The left operand.
+        transposed_b: Whether it is transposed.
+        out: Where the product goes; None: a new tensor.
+        quantizer: The format of the output; None: that of `dtype`.
+        dtype: The dtype of a new output, as a number of Transformer Engine; None: bf16.
+        bias: The bias, or None.
+        _bias_dtype: Not used.
+        gelu: Whether a GELU follows, which is refused.
+        gelu_input: Handed back.
+        grad: Whether this is a backward pass.
+        _workspace: Not used.
+        _workspace_size: Not used.
+        accumulate: Whether the product is added to `out`.
+        _split_accumulator: Not used.
+        **options: Of these `extra_output` is handed back, and `comm_overlap` refused.
     """
     if gelu or options.get("comm_overlap") is not None:
         raise NotImplementedError("products with a GELU or communication in them have no stand-in for the CPU")
@@ -49,7 +68,27 @@ def te_general_grouped_gemm(
     single_output: bool, gelu_input: object, grad: bool, _workspaces: object, _workspace_size: int, accumulate: bool,
     _split_accumulator: bool, _sm_count: int,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """One product for each pair; with `grad` the gradients of the biases are written to `bias`."""
+    """One product for each pair.
+
+    Args:
+        a: The right operands, as cuBLAS exchanges them.
+        transposed_a: Whether they are transposed.
+        b: The left operands.
+        transposed_b: Whether they are transposed.
+        out: Where the products go.
+        dtype: Not used.
+        splits: The rows of each product in a single output.
+        bias: The biases; with `grad` their gradients are written to them.
+        _bias_dtype: Not used.
+        single_output: Whether `out` is one matrix with all rows.
+        gelu_input: Not used.
+        grad: Whether this is a backward pass.
+        _workspaces: Not used.
+        _workspace_size: Not used.
+        accumulate: Whether products are added to `out`.
+        _split_accumulator: Not used.
+        _sm_count: Not used.
+    """
     outputs = torch.split(out[0], [int(rows) for rows in splits]) if single_output else out
     for each, (left, right, written) in enumerate(zip(a, b, outputs, strict=True)):
         added = bias[each] if bias and bias[each].numel() else None

@@ -16,7 +16,19 @@ def layernorm_fwd(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: Output, quantizer: object,
     dtype: int | torch.dtype, _sm_margin: int, zero_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Normalized rows, their means and the reciprocals of their standard deviations."""
+    """Normalized rows, their means and the reciprocals of their standard deviations.
+
+    Args:
+        x: Rows of a matrix.
+        weight: The gain of each column.
+        bias: Added to each column.
+        eps: Added to variances.
+        out: Where normalized rows go; None: a new tensor.
+        quantizer: The format of the output; None: that of `dtype`.
+        dtype: The dtype of the output.
+        _sm_margin: Not used.
+        zero_centered: Whether 1 is added to the gain.
+    """
     rows = x.float()
     mean = rows.mean(-1)
     rsigma = (rows.var(-1, unbiased=False) + eps).rsqrt()
@@ -28,7 +40,17 @@ def layernorm_bwd(
     dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor,
     _sm_margin: int, zero_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of input, weight and bias."""
+    """Gradients of input, weight and bias.
+
+    Args:
+        dy: The gradient of the output.
+        x: The input, rows of a matrix.
+        mean: The mean of each row.
+        rsigma: The reciprocal of the standard deviation of each row.
+        weight: The gain of each column.
+        _sm_margin: Not used.
+        zero_centered: Whether 1 is added to the gain.
+    """
     gradient = dy.float()
     normalized = (x.float() - mean[:, None]) * rsigma[:, None]
     scaled = gradient * _gain(weight, zero_centered)
@@ -41,7 +63,18 @@ def rmsnorm_fwd(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: Output, quantizer: object, dtype: int | torch.dtype,
     _sm_margin: int, zero_centered: bool,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:  # fmt: skip
-    """Rows over their root mean square, and the reciprocals of those."""
+    """Rows over their root mean square, and the reciprocals of those.
+
+    Args:
+        x: Rows of a matrix.
+        weight: The gain of each column.
+        eps: Added to mean squares.
+        out: Where normalized rows go; None: a new tensor.
+        quantizer: The format of the output; None: that of `dtype`.
+        dtype: The dtype of the output.
+        _sm_margin: Not used.
+        zero_centered: Whether 1 is added to the gain.
+    """
     rows = x.float()
     rsigma = (rows.square().mean(-1) + eps).rsqrt()
     return _written(rows * rsigma[:, None] * _gain(weight, zero_centered), out, quantizer, dtype), None, rsigma
@@ -50,7 +83,16 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     dy: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor, _sm_margin: int, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of input and weight."""
+    """Gradients of input and weight.
+
+    Args:
+        dy: The gradient of the output.
+        x: The input, rows of a matrix.
+        rsigma: The reciprocal of the root mean square of each row.
+        weight: The gain of each column.
+        _sm_margin: Not used.
+        zero_centered: Whether 1 is added to the gain.
+    """
     gradient = dy.float()
     normalized = x.float() * rsigma[:, None]
     scaled = gradient * _gain(weight, zero_centered)

@@ -24,7 +24,16 @@ def multi_tensor_compute_scale_and_scale_inv(
     _chunk_size: int, _overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], largest: float,
     power_of_two: bool, epsilon: float,
 ) -> None:  # fmt: skip
-    """Current scaling: scales and their reciprocals from the largest values."""
+    """Current scaling: scales and their reciprocals from the largest values.
+
+    Args:
+        _chunk_size: Not used.
+        _overflow: Not used.
+        lists: Largest values, scales, and their reciprocals, written to.
+        largest: The largest number of the format.
+        power_of_two: Whether scales are rounded down to one.
+        epsilon: The least value that counts as the largest.
+    """
     for amax, scale, reciprocal in zip(*lists, strict=True):
         scale.copy_(scale_for(amax, largest, power_of_two, epsilon))
         reciprocal.copy_(scale.reciprocal())
@@ -36,7 +45,13 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:  # fmt: skip
     """Delayed scaling: the newest row of each history is what all ranks found; scales follow, histories move on.
 
-    reduced: the newest rows one behind the other. histories: rows of an iteration each, (length, tensors).
+    Args:
+        reduced: The newest rows one behind the other.
+        histories: Largest values, a row for each iteration, (length, tensors).
+        scales: The scales of the tensors of each history.
+        algorithm: `most_recent`, or the largest of the history.
+        dtype: The format, as a number of Transformer Engine.
+        margin: Powers of two that scales stay below.
     """
     rows = torch.split(reduced, [history.shape[1] for history in histories])
     for row, history, scale in zip(rows, histories, scales, strict=True):
@@ -52,7 +67,14 @@ def fused_amax_and_scale_update_after_reduction(
 def fused_multi_row_padding(
     source: torch.Tensor, target: torch.Tensor, rows: Sequence[int], padded: Sequence[int]
 ) -> None:
-    """Copy so many rows of `source` for each expert to `target`, where each has more of them: the rest are zeros."""
+    """Copy the rows of each expert to where each has more of them: the rest are zeros.
+
+    Args:
+        source: The rows of all experts.
+        target: Where they go.
+        rows: The number of rows of each expert.
+        padded: The number of rows that each has in `target`.
+    """
     target.zero_()
     _copy_rows(source, target, rows, padded)
 
@@ -60,7 +82,14 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     source: torch.Tensor, target: torch.Tensor, rows: Sequence[int], unpadded: Sequence[int]
 ) -> None:
-    """Leave out what `fused_multi_row_padding` has put in."""
+    """Leave out what `fused_multi_row_padding` has put in.
+
+    Args:
+        source: What has been padded.
+        target: Where the rows go.
+        rows: The number of rows that each expert has in `source`.
+        unpadded: The number that each has in `target`.
+    """
     _copy_rows(source, target, rows, unpadded)
 
 
