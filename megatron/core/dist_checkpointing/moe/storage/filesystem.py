@@ -147,6 +147,7 @@ class FilesystemStore:
         """For writers: remove what was written, as far as the device lets it."""
         with suppress(OSError):
             self._delete(aside)
+        # Claimed until it is gone: a listing in between would call it torn.
         self._writing.pop(aside.name, None)
 
     def _new_name(self, state: str, snapshot: SnapshotId) -> Path:
@@ -219,6 +220,7 @@ class FilesystemWriter(DurableWriter):
     def _commit(self, manifest: bytes) -> None:
         system = self._store.system
         with failing_as(f"seal the {self._snapshot} in {self._store.directory}"):
+            # The bytes before the manifest that vouches for them: a power cut may keep only the one synced first.
             system.sync(self._descriptor)
             write_synced(system, self._aside / MANIFEST, manifest)
             # The names inside must be durable before the rename is: a power cut may keep the one without the other.

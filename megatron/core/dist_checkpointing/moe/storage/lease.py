@@ -197,6 +197,7 @@ class Lease:
     ) -> None:
         self._where, self._own, self._forced, self._wait = where, own, forced, wait
         self._place = place or place_of(where)
+        # A daemon: a renewal that hangs in a dead file system must not keep the process from ending.
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._keep, daemon=True)
         self._thread.name = "moe-ckpt-lease"
         self.lost, self._is_told = "", False

@@ -68,6 +68,8 @@ class FolderPlace:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if instead_of is not None and not self._is_put_away(instead_of):
             return False
+        # EXCL: of several processes that find no file one makes it. The descriptor stays open: by its inode the file is
+        # known for this process's own later, and it is written through it, so that another's is never written over.
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
@@ -79,7 +81,7 @@ class FolderPlace:
         if not self._is_mine():
             return False
         self._write(content)
-        return self._is_mine()
+        return self._is_mine()  # asked again: whoever took the file away meanwhile has the place
 
     def remove(self) -> None:
         if self._is_mine():
@@ -94,19 +96,23 @@ class FolderPlace:
     def _is_put_away(self, judged: bytes) -> bool:
         """Move the file away that was judged; what came in its place meanwhile is put back."""
         aside = self._path.with_name(f"{LEASE}.{uuid.uuid4().hex[:8]}")
+        # Renamed first and read then: what is read cannot be exchanged any more.
         try:
             os.rename(self._path, aside)
         except FileNotFoundError:
             return False
         is_judged = read_small(aside, MOST_BYTES) == judged
         if not is_judged:
-            with suppress(OSError):  # a third one is there already
+            # Linked, not renamed: that would replace the file of a third one, which may be there already.
+            with suppress(OSError):
                 os.link(aside, self._path)
         aside.unlink()
         return is_judged
 
     def _write(self, content: bytes) -> None:
+        # In place and not truncated: all contents of a lease have one length, and a reader never finds an empty file.
         os.pwrite(self._descriptor, content, 0)
+        # On a network file system other nodes see it only once it has left the page cache of this one.
         os.fsync(self._descriptor)
 
     def _is_mine(self) -> bool:

@@ -115,6 +115,7 @@ class MemoryWriter(SnapshotWriter):
             # of it. The lock on the segment is still exclusive: who opens the snapshot now waits for `_end`.
             write_over(system, directory / self._entry.name, manifest)
             system.rename(directory / self._entry.name, sealed)
+            # Costs nothing on a tmpfs; in a folder on a disk the new name is durable only from here on.
             sync_directory(system, directory)
         self._end()
 
@@ -125,6 +126,7 @@ class MemoryWriter(SnapshotWriter):
         self._end()
 
     def _end(self) -> None:
+        # The lock first: a `reserve` in between must not find a segment that nobody writes any more, and is locked.
         self._lock.release()
         self._store.end_writing(self._target.path)
 

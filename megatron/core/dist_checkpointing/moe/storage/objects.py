@@ -53,7 +53,7 @@ class ObjectStore:
             except (ValueError, ImportError) as error:
                 raise UsageError(f"{url} cannot hold snapshots: {error}; install the fsspec package for it") from error
         self.rank = rank
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # `reserve` must look and claim in one act
         self._writing: dict[str, SnapshotId] = {}
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> ObjectWriter:
@@ -219,6 +219,7 @@ class ObjectWriter(DurableWriter):
     def _commit(self, manifest: bytes) -> None:
         with failing_as(f"seal the {self._snapshot} in {self._store.root}"):
             self._stream.write(bytes(self._layout.nbytes - self._written_bytes))
+            # Closed first: only then the segment's object is there, and the manifest must not name one that is not.
             self._stream.close()
             self._store.publish(self._snapshot, self._segment, manifest)
 

@@ -171,6 +171,7 @@ _JOB = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _AREA = re.compile(r"[a-z]{1,16}")
 _MINE: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 
+# The locks of lockf stay with the parent: a forked child holds no folder.
 os.register_at_fork(after_in_child=_MINE.clear)
 
 
@@ -226,6 +227,7 @@ class Claim:
         """Let another process own the folder."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            # Ends the lock. In a forked child it closes a copy of the descriptor alone: the lock is the parent's.
             os.close(descriptor)
             if self._process == os.getpid():
                 _MINE.pop(self.directory.resolve() / OWNER_FILE, None)
@@ -342,6 +344,7 @@ def live_owner(path: Path) -> str | None:
     if is_claimed_here(path):
         return "this process"
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    # Shared, because a descriptor for reading takes no other lock; it ends as the descriptor is closed.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -108,10 +108,12 @@ def _left(base: Path, job: str, names: Collection[str]) -> list[Path]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Ranks of a node come here together, and one of them moves what is there."""
+    # On the folder itself: a file for the lock would have to be removed, and could be while another rank locks it.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         until_s = time.monotonic() + LOCK_S
         while True:
+            # Asked again and again, not waited for: a flock that waits has no timeout.
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

@@ -72,7 +72,7 @@ def open_regular(path: Path, *, through_links: bool = False) -> BufferedReader:
     try:
         _regular(descriptor, path)
         return os.fdopen(descriptor, "rb")
-    except BaseException:
+    except BaseException:  # nothing has taken the descriptor over
         os.close(descriptor)
         raise
 
@@ -134,6 +134,7 @@ def read_secret(path: str | None) -> bytes | None:
     if not path:
         return None
     try:
+        # Judged through the descriptor that is read: the file cannot be exchanged between the look and the use.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)

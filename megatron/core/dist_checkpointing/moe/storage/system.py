@@ -188,6 +188,8 @@ def map_file(system: OperatingSystem, path: Path, nbytes: int) -> mmap.mmap:
         nbytes: Bytes to map.
     """
     descriptor = system.open(path, os.O_RDWR)
+    # Populated: a page that a copy is the first to touch would cost that copy a fault. The mapping stays when the
+    # descriptor is closed: it has one of its own.
     try:
         return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
@@ -286,6 +288,7 @@ def write_over(system: OperatingSystem, path: Path, content: bytes) -> None:
         path: The file.
         content: Its first bytes.
     """
+    # Not truncated: a tmpfs that is full by now would not give the pages back.
     with opened(system, path, os.O_WRONLY | os.O_CREAT) as descriptor:
         write_all(system, descriptor, memoryview(content.ljust(os.fstat(descriptor).st_size, b"\0")), 0)
         system.sync(descriptor)
@@ -341,7 +344,7 @@ def running_on(cpus: frozenset[int]) -> Iterator[None]:
     if not near:
         yield
         return
-    os.sched_setaffinity(0, near)
+    os.sched_setaffinity(0, near)  # 0: this thread alone, the others of the process stay where they are
     try:
         yield
     finally:
@@ -372,12 +375,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         with open(aside, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename: a crash could keep the new name and lose the bytes
         os.rename(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # else a crash could bring the old file back after the caller has gone on
 
 
 def sync_folder(path: Path) -> None:
