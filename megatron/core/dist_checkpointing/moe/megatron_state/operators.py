@@ -222,6 +222,9 @@ def locate(name: str, chunk: ChunkPlace) -> GlobalName:
     Args:
         name: How the model chunk calls it.
         chunk: Where the chunk sits in the whole model.
+
+    Raises:
+        UsageError: The name fits no operator.
     """
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer:

@@ -50,7 +50,7 @@ def sequential_selection(
         ep: Expert-parallel ranks.
 
     Raises:
-        UsageError: K outside of 1..num_experts, ep that does not divide num_experts, or a negative position.
+        UsageError: `k` outside of 1..num_experts, ep that does not divide num_experts, or a negative position.
     """
     per_rank = _experts_per_rank(num_experts, ep)
     _check_k("k", k, "num_experts", num_experts)
@@ -105,7 +105,7 @@ def load_aware_selection(
         max_age: The age above which experts go first; None: 2 x ceil(N / K).
 
     Raises:
-        UsageError: K outside of 1..N, ep that does not divide N, negative tokens or ages, or rows of wrong size.
+        UsageError: `k` outside of 1..N, ep that does not divide N, negative tokens or ages, or rows of wrong size.
     """
     num_experts = len(unsaved_tokens[0]) if unsaved_tokens else 0
     _check_k("k", k, "num_experts", num_experts)
@@ -173,7 +173,7 @@ def persist_selection(
         ep: Expert-parallel ranks.
 
     Raises:
-        UsageError: K_persist outside of 1..K_snapshot of a layer, unknown experts, negative ages, or a wrong ep.
+        UsageError: `k_persist` outside of 1..K_snapshot of a layer, unknown experts, negative ages, or a wrong ep.
     """
     num_experts = len(ages[0]) if ages else 0
     per_rank = _experts_per_rank(num_experts, ep)

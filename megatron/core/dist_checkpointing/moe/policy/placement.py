@@ -74,7 +74,7 @@ def place_replicas(topology: Topology, r: int) -> Placement:
         r: Replicas of each rank's snapshots.
 
     Raises:
-        UsageError: R is not from 0 to world_size - 1.
+        UsageError: `r` is not from 0 to world_size - 1.
     """
     if not 0 <= r < topology.world_size:
         raise UsageError(

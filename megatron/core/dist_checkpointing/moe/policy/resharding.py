@@ -176,7 +176,7 @@ def one_value(tensor: str, stored: Sequence[StoredRange], reader: int = 0) -> St
         reader: The rank that reads it, by which one of equal records is chosen.
 
     Raises:
-        UnreadableCheckpoint: They did not, or there is none.
+        UnreadableCheckpoint: Ranks have stored different values, or there is no record.
     """
     if not stored:
         raise UnreadableCheckpoint(f"{tensor} is in none of the snapshots; a rank's share is missing")

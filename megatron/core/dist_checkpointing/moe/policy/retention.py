@@ -57,6 +57,9 @@ def kept_in_storage(pieces: Sequence[Piece], keep_last: int) -> tuple[Piece, ...
     Args:
         pieces: The pieces that are stored.
         keep_last: How many of the newest snapshots or windows to keep, at least 1.
+
+    Raises:
+        UsageError: `keep_last` is below 1.
     """
     if keep_last < 1:
         raise UsageError(f"keep_last is {keep_last}, but must be at least 1")

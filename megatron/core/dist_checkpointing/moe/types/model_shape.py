@@ -180,7 +180,7 @@ class ModelShape:
             topology: The rank layout, with the expert-parallel degree.
 
         Raises:
-            UsageError: Ep does not divide the number of experts.
+            UsageError: `ep` does not divide the number of experts.
         """
         if self.num_experts % topology.ep:
             raise UsageError(f"model {self.name}: ep {topology.ep} does not divide num_experts {self.num_experts}")
