@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parked, Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.policy.parking import Decision
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, Field, Json, Layout, SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine

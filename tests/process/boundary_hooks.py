@@ -91,6 +91,7 @@ class Logged:
     def prepare(self) -> None:
         """Real logs on a store of its own, fed by what the trainer's communicator is asked to send."""
         from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
         from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import (
             BoundaryLogs,
@@ -99,7 +100,6 @@ class Logged:
         )
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
-        from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity

@@ -199,9 +199,9 @@ class Parking(Frozen):
         self.parker = self._parker()
 
     def _parker(self) -> Any:
+        from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
         from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers, LiveGradients
         from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
-        from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
         from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity

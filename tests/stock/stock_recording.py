@@ -346,4 +346,8 @@ def traced(folder: str) -> Iterator[None]:
 
 
 def _length(code: CodeType) -> int:
-    return max(line or 0 for *_, line in code.co_lines()) - code.co_firstlineno + 1
+    """Lines of a function, without its docstring."""
+    # CPython puts a docstring first among the constants of a function; a lambda has none.
+    first = code.co_consts[0] if code.co_consts and not code.co_name.startswith("<") else None
+    said = first.count("\n") + 1 if isinstance(first, str) else 0
+    return max(line or 0 for *_, line in code.co_lines()) - code.co_firstlineno + 1 - said

@@ -73,7 +73,7 @@ ROWS = {
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
-        f"{WORKERS} device_threads extensions versions config core_versions replication local_recovery resharding"
+        f"{WORKERS} boot_clock device_threads extensions versions config core_versions replication local_recovery resharding"
         " seats",
         "megatron.core torch",
     ),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity

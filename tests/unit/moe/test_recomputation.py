@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_replicator import FakeTransport, Network
 
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.adam_steps import MOST_BUFFERS, AdamSteps
 from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.step_offers import PATIENCE, StepOffers
@@ -19,7 +20,6 @@ from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import 
 from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, SnapshotTask
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore

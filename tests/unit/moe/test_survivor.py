@@ -12,12 +12,12 @@ import pytest
 import torch
 from test_step_guard import Chain
 
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery import survivor as survivors
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
 from megatron.core.dist_checkpointing.moe.local_recovery.survivor import Live, Passes, Survivor, SurvivorBuffers
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
-from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity

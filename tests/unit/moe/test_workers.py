@@ -7,8 +7,8 @@ from typing import Any
 from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.clock import SystemClock
 from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister
 
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])

@@ -25,3 +25,18 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
+
+
+# Real time.
+
+
+class SystemClock:
+    """As `ports.Clock`."""
+
+    def now_s(self) -> float:
+        """As `ports.Clock.now_s`."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """As `ports.Clock.sleep`."""
+        time.sleep(seconds)

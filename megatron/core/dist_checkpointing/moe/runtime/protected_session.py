@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..boot_clock import SystemClock
 from ..config import MoECheckpointConfig
 from ..errors import format_error
 from ..extensions import Additions, Extension, asked_for
@@ -47,7 +48,6 @@ from ..snapshot.workers import Persister, ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
-from .clock import SystemClock
 from .live_state import LiveState, Training
 from .older_layout import OlderLayout
 from .opening import Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
