@@ -119,7 +119,7 @@ LEGEND = """
 - **Copy** and **send**: how long a snapshot takes on its way to host memory and to its peer at {share:.0%} of what the
   links carry, beside training. An iteration that is longer than both can have a snapshot each time
   (`--moe-ckpt-interval 1`); else choose the interval that covers them, or let `--moe-ckpt-interval-policy` do
-  so. Rates of the preset are data-sheet rates of one GPU; `moe-ckpt profile` measures yours.
+  so. Rates of the preset are data-sheet rates of one GPU; `--from` takes those of a job that ran.
 - With twice the nodes and the same layout a rank owns half, and a node needs half.
 
 A row, with what checkpoints add to an iteration and what a fault leads to; for other rates and strategies give

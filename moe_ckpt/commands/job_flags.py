@@ -26,7 +26,6 @@ from ..simulator.constants import COMEBACKS, THIS_PROJECT
 from ..simulator.cost import MEGATRON_UTILISATION, iteration_cost
 from ..simulator.flags import systems_of
 from ..simulator.inputs import Cluster, TokenDispatch, TrainingJob
-from ..simulator.profiles import load_profile
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
 from .from_job import measured
@@ -49,7 +48,7 @@ SHARED = {
     "Model and layout": ("model", "precision", *LAYOUT, "vpp", "world_size", "ranks_per_node"),
     "Batch and cluster": (
         *("global_batch_size", "micro_batch_size", "seq_length", "overlaps", "once_per_node", "nodes_per_token"),
-        *("cluster_name", "profile", "job_file", "iteration_time_s", "comeback", "restart_s", "host_gbps", "peer_gbps"),
+        *("cluster_name", "job_file", "iteration_time_s", "comeback", "restart_s", "host_gbps", "peer_gbps"),
     ),
     "Output": ("rows", "as_json"),
 }
@@ -183,7 +182,6 @@ def _shared() -> Iterator[Callable[..., Any]]:
         metavar="NAME|FILE",
         help=f"A preset ({', '.join(presets())}), or a JSON file with the same fields.",
     )
-    yield _file("--profile", help="What `moe-ckpt profile` measured, instead of a cluster.")
     yield _file(
         "--from",
         "job_file",
@@ -258,7 +256,6 @@ def _batch(given: dict[str, Any], topology: Topology) -> tuple[int, int]:
 def _setting(
     training: TrainingJob,
     cluster_name: str,
-    profile: Path | None,
     job_file: Path | None,
     iteration_time_s: float | None,
     comeback: str,
@@ -268,11 +265,8 @@ def _setting(
 ) -> SystemSetting:
     """The job on its cluster; what is given counts before what a job measured, and that before what is estimated."""
     constants = replace(THIS_PROJECT, comeback=comeback)
-    if profile is None:
-        cluster = _cluster(cluster_name)
-        setting = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
-    else:
-        setting = load_profile(profile).setting(training, constants)
+    cluster = _cluster(cluster_name)
+    setting = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
     if job_file is not None:
         setting = measured(job_file).applied(setting, replicas=constants.replicas)
     if iteration_time_s is not None:

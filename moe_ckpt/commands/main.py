@@ -19,7 +19,6 @@ from .digest import digest
 from .gc import gc
 from .inspect import inspect
 from .plan import plan
-from .profile import profile
 from .report import report
 from .sign import sign
 from .simulate import simulate
@@ -37,7 +36,7 @@ class GroupedCommands(click.Group):
 
 
 GROUPS = {
-    "Before a run": ("plan", "advise", "simulate", "profile"),
+    "Before a run": ("plan", "advise", "simulate"),
     "While it runs, and after": ("status", "report"),
     "Checkpoints": ("inspect", "verify", "digest", "diff", "convert", "sign", "gc"),
     "Shell": ("completion",),
@@ -65,7 +64,7 @@ def commands() -> None:
 
 
 _COMMANDS = (
-    advise, completion, convert, diff, digest, gc, inspect, plan, profile, report, sign, simulate, status,
+    advise, completion, convert, diff, digest, gc, inspect, plan, report, sign, simulate, status,
     verify,
 )  # fmt: skip
 for command in _COMMANDS:

@@ -11,7 +11,6 @@ import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 
-from .outputs import check_output
 from .values import Duration
 
 HELP = """Make one page of HTML from what jobs wrote: what happened, what protection cost, where the time went.
@@ -59,7 +58,7 @@ def report(paths: tuple[Path, ...], out: Path, watch: bool, port: int, every_s: 
 
         show(figures_of(read_runs(paths)), as_json=True)
         return
-    check_output(out)
+    _check_output(out)
     page = render(read_runs(paths), time.time())
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -70,6 +69,12 @@ def report(paths: tuple[Path, ...], out: Path, watch: bool, port: int, every_s: 
             aside.unlink(missing_ok=True)
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
     click.echo(f"{out}: {len(page.encode()) / 1e6:.2f} MB")
+
+
+def _check_output(out: Path) -> None:
+    """Before anything is read, which may take a while. Raises UsageError where --out cannot be written."""
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UsageError(f"--out {out} cannot be written: give a file in a folder that exists and may be written to")
 
 
 def _serve(paths: tuple[Path, ...], port: int, every_s: float) -> None:

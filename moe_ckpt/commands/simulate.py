@@ -88,7 +88,7 @@ def run(
         (
             "overhead: per iteration. recovery: of a fault. lost: tokens whose updates experts lost. ETTR: mean over"
             " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
-            "Iteration time and bandwidths are estimates unless --profile or --from gives what was measured.",
+            "Iteration time and bandwidths are estimates unless --from gives what was measured.",
         ),
     )
 

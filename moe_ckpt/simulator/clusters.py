@@ -1,4 +1,4 @@
-"""Clusters by name, from presets/clusters.json, and from files that people or `moe-ckpt profile` wrote."""
+"""Clusters by name, from presets/clusters.json, and from files that people wrote."""
 
 from __future__ import annotations
 
@@ -44,16 +44,12 @@ def presets() -> dict[str, Cluster]:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster that a JSON file describes: the fields of Cluster, or a profile, which has them under `cluster`.
+    """The cluster that a JSON file describes, by the fields of Cluster.
 
     `name` may be left out and is then the file's; keys of `peak_flops` are bytes per element.
     Raises UsageError for a file that cannot be read or is not JSON, and for keys and values that no cluster has.
     """
-    values = read_object(path)
-    inner = values.get("cluster", values)
-    if not isinstance(inner, dict):
-        raise UsageError(f"{path}: cluster must be an object with the fields of a cluster")
-    return cluster_from({"name": path.stem, "source": str(path)} | inner, str(path))
+    return cluster_from({"name": path.stem, "source": str(path)} | read_object(path), str(path))
 
 
 def read_object(path: Path, name: str = "") -> dict[str, Any]:

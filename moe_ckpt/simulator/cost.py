@@ -71,7 +71,7 @@ MEGATRON_UTILISATION = replace(
     imbalance=1.0,
     source="published efficiencies of tuned kernels, with Megatron-Core's equal numbers of layers per stage",
 )
-"""Where nothing was measured: a profile's figures are better."""
+"""Where nothing was measured."""
 
 
 def operator_flops(

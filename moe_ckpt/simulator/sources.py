@@ -26,7 +26,7 @@ CONSTANTS = {
     "restart_s": ("given", "--restart, or a job's timelines by --from"),
     "local_restart_s": ("fitted", f"{_TABLE3}: MoEvement's ETTR; not used with torchrun, which restarts all ranks"),
     "restarts_all": ("given", "torchrun restarts all ranks"),
-    "frozen_saves": ("published", "MoEvement 3.5; measured by `moe-ckpt profile`"),
+    "frozen_saves": ("published", "MoEvement 3.5"),
     "pec_floor": ("published", "MoEvement Fig. 10c"),
     "pec_slowdown": ("fitted", f"{_TABLE3}: MoC's overhead at 2 h"),
     "pec_snapshot_bytes_per_s": ("published", "MoC-System 6.2.4"),

@@ -73,8 +73,8 @@ ROWS = {
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
-        f"{WORKERS} boot_clock device_threads extensions versions config core_versions replication local_recovery resharding"
-        " seats",
+        f"{WORKERS} boot_clock device_threads extensions versions config core_versions replication local_recovery"
+        " resharding seats",
         "megatron.core torch",
     ),
     f"{ENGINE}.extensions.bubbles": Row(
@@ -134,9 +134,6 @@ ROWS = {
     # The entry script, and jobs with its model that do not train.
     "pretrain_gpt_moe": Row("", "megatron.core megatron.training torch", also=f"{DRIVER} {ENGINE}"),
     f"{DRIVER}.densify": Row(also="pretrain_gpt_moe"),
-    f"{DRIVER}.layer_timing": Row(
-        "boot_clock storage", "megatron.core megatron.training torch", also=f"pretrain_gpt_moe {DRIVER}"
-    ),
     f"{TOOLS}.drills": Row("seats", "psutil", "dense scripts", also=DRIVER),
     # Entry points and what stands outside of packages.
     TOOLS: Row(tools="commands megatron_core"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from moe_ckpt.simulator.events import estimate
 from moe_ckpt.simulator.footprint import node_bytes
 from moe_ckpt.simulator.inputs import TrainingJob
 from moe_ckpt.simulator.models import preset
-from moe_ckpt.simulator.profiles import Profile, as_data
 from moe_ckpt.simulator.systems import SYSTEMS, Gemini, MoEvement
 
 MINUTES = 60.0
@@ -234,17 +232,6 @@ def test_the_command_refuses_by_the_given_host_memory() -> None:
     data = json.loads(found.output)
     assert data["recommended"] is None
     assert "1.0 GB are allowed" in " ".join(data["notes"])
-
-
-def test_the_command_takes_a_measured_profile_instead_of_a_cluster(tmp_path: Path) -> None:
-    measured = Profile(cluster("this-cpu"), replace(MOEVEMENT_UTILISATION, gemm_share=0.5), 0.3, {})
-    (tmp_path / "here.json").write_text(json.dumps(as_data(measured)))
-    arguments = [*ARGUMENTS, "--system", "torch_dist", "--hours", "2h", "--precision", "fp32", "--json"]
-    found = CliRunner().invoke(advise_command, [*arguments, "--profile", str(tmp_path / "here.json")])
-    assert found.exit_code == 0, found.output
-    data = json.loads(found.output)
-    assert "this-cpu" in data["title"]
-    assert data["host_memory_of_a_node_for_checkpoints_bytes"] == 0.75 * measured.cluster.host_memory_bytes
 
 
 def test_the_command_is_called_advise_and_explains_itself() -> None:

@@ -64,11 +64,6 @@ def test_a_file_describes_a_cluster_with_the_name_of_the_file(tmp_path: Path) ->
     assert found.flops(2) == 1e14
 
 
-def test_a_profile_is_a_file_with_a_cluster_in_it(tmp_path: Path) -> None:
-    inner, outer = FILE | {"name": "measured"}, {"format": "moe-ckpt-profile"}
-    assert load_cluster(written(tmp_path, outer | {"cluster": inner})).name == "measured"
-
-
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in FILE.items() if name != key}
 
@@ -85,7 +80,6 @@ def without(key: str) -> dict[str, Any]:
         (FILE | {"peak_flops": {"3": 1e12}}, "bytes per element"),
         (FILE | {"peak_flops": {}}, "bytes per element"),
         (json.dumps(FILE).replace("1000000000.0", "NaN"), "must be a number"),
-        ({"cluster": 3}, "cluster must be an object"),
         ([FILE], "must have a JSON object, but has a list"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),

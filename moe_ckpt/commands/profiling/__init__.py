@@ -1,1 +1,0 @@
-"""Measurements of the machine at hand; torch is imported only where one is made."""
