@@ -79,13 +79,14 @@ def public_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunction
 
 
 def explains_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function of two or more parameters has an `Args:` block, or stands for another that has it."""
+    """Whether a function of two or more parameters has an `Args:` block, or names its port: "As `Store.put`"."""
     given = function.args
     names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs) if arg.arg not in ("self", "cls")]
     decorated = {ast.unparse(one) for one in function.decorator_list}
     if len(names) < 2 or decorated & {"override", "overload"}:
         return True
-    return "Args:" in (ast.get_docstring(function) or "")
+    said = ast.get_docstring(function) or ""
+    return "Args:" in said or said.startswith(("As `", "See `"))
 
 
 @pytest.mark.parametrize("folder", BUDGETS["without_args"])

@@ -54,7 +54,9 @@ class Build:
         store, rank, ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
         built = gathered_by_store(store, "moe-ckpt-built", rank, ranks, self.answers is not None, _TIMEOUT_S)
         self.survivors = sum(map(bool, built))
+        # The lowest of them writes the answers for all. Where nobody has any, nobody asks: all build together.
         if self.answers is not None and rank == built.index(True):
+            # As `repr` within JSON: tuples come back as tuples, which JSON alone would turn into lists.
             store.set("moe-ckpt-answers", json.dumps(repr(self.answers)))
 
     @contextlib.contextmanager
@@ -65,13 +67,17 @@ class Build:
         """
         if self.survivors:
             if self._to_ask is None:
+                # Kept as its own, too: at the next fault this rank may be the survivor that writes them.
                 self.answers = _told_answers(_get_default_store())
+                # A copy to take from, block after block: `_answered` pops what was asked.
                 self._to_ask = list(self.answers)
             with _answered(self._to_ask):
                 yield
             return
         with _noted(self._noted):
             yield
+        # Evaluated again after each block, from the notes of all blocks so far. A block that raises leaves `answers` as
+        # it was: a build that came to nothing says nothing about this model.
         self.answers = None
         with contextlib.suppress(ValueError, SyntaxError):  # others than literals nobody can be told: `answers` is None
             self.answers = ast.literal_eval(repr(self._noted))
@@ -99,6 +105,7 @@ def _noted(answers: Answers) -> Iterator[None]:
     def noting(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def called(objects: list[Any], *arguments: Any, **options: Any) -> Any:
             outcome = collective(objects, *arguments, **options)
+            # After the call: the collective fills the list in place. A copy, because its owner may change it later.
             answers.append((name, list(objects)))
             return outcome
 
@@ -131,6 +138,8 @@ def _answered(answers: Answers) -> Iterator[None]:
     def answering(name: str) -> Callable[..., Any]:
         def called(objects: list[Any], *_arguments: Any, **_options: Any) -> None:
             noted, values = answers.pop(0) if answers else ("", [])
+            # Answers have no keys but their order. Another collective, or one of another size, means that this build
+            # took another way than the survivors' did: every later answer would be wrong as well.
             if noted != name or len(values) != len(objects):
                 raise CannotBuildAlone(
                     f"a model is built beside survivors, and asks for {name} of {len(objects)} objects where they had"
@@ -143,6 +152,8 @@ def _answered(answers: Answers) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in _ON_OBJECTS:
             stack.enter_context(replaced(dist, **{name: answering(name)}))
+        # No survivor takes part, so these would never end. Tensors keep the values of this process until the recovery
+        # restores them from a snapshot.
         for name in _ON_TENSORS:
             stack.enter_context(replaced(dist, **{name: _skipped}))
         yield

@@ -94,13 +94,17 @@ class KeptProcess:
             if why:
                 log.info("this process ends, and another takes its rank: %s", why)
             raise error
+        # Order matters. Frames go first: locals of the interrupted iteration refer to work handles and process groups,
+        # which `replace` could not exchange there.
         _clear_frames(error)
         as_in_new_process(self._chunks, self._optimizer)
         forget_reductions(self._chunks)
+        # Last: from here on no collective works, until all ranks have connected again.
         lost = ProcessGroups.taken_down()
         # A fault while all connected again: what refers to groups still refers to those before.
         self._groups = self._groups or lost
         self.has_left = True
+        # The search goes through all objects of the process. It runs while the launcher replaces the lost ranks.
         own_seat().leave(SEAT_S, meanwhile=self._groups.find_holders)
 
     def connected(self) -> None:
@@ -109,6 +113,7 @@ class KeptProcess:
         Raises StillConnected.
         """
         if self._groups is not None:
+            # Cleared before `replace`, which may raise: then this process ends, and nothing is tried twice.
             groups, self._groups = self._groups, None
             replaced = groups.replace()
             facts = sum(replaced.values()), dict(replaced)
@@ -148,7 +153,9 @@ def _device_answers() -> bool:
             torch.cuda.synchronize()
             answers.append(True)
 
-    thread = device_thread(ask, "moe-ckpt-device")
+    # CUDA waits without a timeout, so a thread does. It is a daemon: where the device hangs for good it never returns,
+    # and must not keep the process from ending.
+    thread = threading.Thread(target=ask, name="moe-ckpt-device", daemon=True)
     thread.start()
     thread.join(_DEVICE_S)
     return bool(answers)
@@ -183,11 +190,18 @@ def unless_called_off(work: Callable[[], object], seat: Seat) -> None:
     launcher knows better: `seat` is called off. Then the thread is left behind, with an exception that strikes it
     should it ever come back to Python.
 
-    Raises CalledOff, and what the work raises.
+    Args:
+        work: Makes connections to other ranks. It uses the caller's current device on whichever thread it runs.
+        seat: Of this process; `is_called_off` is polled every 20 ms.
+
+    Raises:
+        CalledOff: The launcher begins training again, and the work did not end within a second after that.
+        BaseException: What the work raises.
     """
     if not seat.keeps:
         work()
         return
+    # The current device is a setting of each thread: without it NCCL would connect on device 0.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     errors: list[BaseException] = []
 
@@ -203,6 +217,7 @@ def unless_called_off(work: Callable[[], object], seat: Seat) -> None:
     thread.start()
     while thread.is_alive() and not seat.is_called_off:
         thread.join(POLL_S)
+    # Where connections are closed already the work fails by itself: its own error says more than `CalledOff`.
     thread.join(GRACE_S)
     if errors:
         raise errors[0]
@@ -214,4 +229,5 @@ def unless_called_off(work: Callable[[], object], seat: Seat) -> None:
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
     """Have this raised in another thread as soon as it runs Python again."""
     assert thread.ident is not None
+    # Noted in the thread's state and raised between two bytecodes. A call into C that never returns never sees it.
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

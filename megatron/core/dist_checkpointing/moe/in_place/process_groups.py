@@ -47,7 +47,9 @@ class ProcessGroups:
     @classmethod
     def taken_down(cls) -> ProcessGroups:
         """End all connections of this process, and let c10d and Megatron-Core forget all groups. Waits for nobody."""
+        # Closed first, so that `destroy_process_group` finds no work that still waits for a lost peer.
         close_connections()
+        # Where NCCL was aborted c10d has forgotten its groups, which were noted before that; else it still names them.
         groups = take_aborted_groups() | named_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -67,9 +69,11 @@ class ProcessGroups:
         """
         new, olds = named_groups(), list(self._groups.values())
         swap = {id(group): new[name] for name, group in self._groups.items() if name in new}
+        # `olds` must be the only reference of this method: `_are_referred_to` counts all others.
         self._groups = {}
         found = _exchanged(self._holders, swap)
         self._holders = []
+        # `find_holders` may not have run, or something took an old group after it.
         if _are_referred_to(olds):
             found += _exchanged(_holders_of(olds), swap)
         if left := _kinds_of_holders(olds):
@@ -92,6 +96,7 @@ def _kinds_of_holders(groups: Sequence[dist.ProcessGroup]) -> list[str]:
 def _are_referred_to(groups: Sequence[dist.ProcessGroup]) -> bool:
     """Whether anything in Python refers to one of these groups, but `groups` itself. Asks their counts of references,
     which takes no time, and counts running frames, too."""
+    # The count of an object that one list refers to and nothing else. What the call itself adds is in both numbers.
     alone = [object()]
     return max(map(sys.getrefcount, groups), default=0) > max(map(sys.getrefcount, alone))
 
@@ -111,6 +116,7 @@ def _holders_of(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
     for holder in itertools.chain(_hidden_containers(), _containers_of_modules()):
         if id(holder) not in seen:
             seen.add(id(holder))
+            # By identity: tensors and arrays in these containers compare element by element.
             if not wanted.isdisjoint(map(id, _held(holder))):
                 yield holder
 
@@ -160,6 +166,7 @@ def _swapped(holder: Any, swap: Mapping[int, Any]) -> int:
     """How many references of this holder were replaced: items of dicts and lists, variables of closures, attributes."""
     replaced = 0
     if isinstance(holder, dict):
+        # Values only. A group that is a key stays, and `replace` reports its dict.
         for key, value in list(holder.items()):
             if id(value) in swap:
                 holder[key] = swap[id(value)]

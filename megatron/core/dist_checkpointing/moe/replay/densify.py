@@ -311,7 +311,15 @@ class Replay:
 
 
 def restore_trainer(trainer: TrainerState, reader: Reader) -> None:
-    """Put back the trainer state that a snapshot has. Raises UnreadableCheckpoint."""
+    """Put back the trainer state that a snapshot has.
+
+    Args:
+        trainer: Live state of this rank that belongs to no operator.
+        reader: Of a snapshot that has the trainer's scalars and its random states.
+
+    Raises:
+        UnreadableCheckpoint: Some of it is missing or damaged.
+    """
     scalars = reader.manifest.facts.scalars
     trainer.restore(cast("Mapping[str, Json]", scalars["trainer"]), _trainer_tensors(reader))
 

@@ -22,7 +22,16 @@ EMBEDDING_LAYER = -1
 
 
 def lowest_active_layer(config: Any, frozen: Collection[OperatorId]) -> int:
-    """The lowest layer with an operator that is not frozen, on whatever rank; one past the head where there is none."""
+    """The lowest layer with an operator that is not frozen, on whatever rank.
+
+    Args:
+        config: The TransformerConfig that the model's modules share.
+        frozen: Operators of all ranks that take no update.
+
+    Returns:
+        Its number in the whole model: -1 for the embedding, the number of layers for the head, one more where all
+        operators are frozen.
+    """
     operators = iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq)
     return next((operator.layer for operator in operators if operator not in frozen), int(config.num_layers) + 1)
 
@@ -32,6 +41,10 @@ def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
     """Let gradients flow through a model chunk as in training, but not below layer `lowest` of the whole model.
 
     Layer `lowest` still has its input's gradient computed, as in training; a stage below gets zeros.
+
+    Args:
+        chunk: A model chunk of this rank, wrapped in DistributedDataParallel.
+        lowest: As `lowest_active_layer` gives it, the same on all ranks.
     """
     model = unwrap_model(chunk)
     if not is_plain_gpt(model):  # which module comes after which is not known: as in training

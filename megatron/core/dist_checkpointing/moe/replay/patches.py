@@ -91,7 +91,12 @@ def overlap_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_frozen(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Iterator[None]:
-    """No gradients of these parameters: none computed, accumulated or reduced."""
+    """No gradients of these parameters: none computed, accumulated or reduced.
+
+    Args:
+        chunks: The model chunks of this rank.
+        frozen: Parameters of frozen operators.
+    """
     still = _without_gradient(chunks, frozen)
     fixed = [parameter for _, parameters in still for parameter in parameters if parameter.requires_grad]
     with contextlib.ExitStack() as stack:
@@ -244,6 +249,10 @@ def journaled_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> It
     """Divide gradients by the number of tokens in a journal: in training the last stage broadcasts it.
 
     Does nothing where gradients are not divided by it.
+
+    Args:
+        chunks: The model chunks of this rank.
+        step: The journal of the iteration.
     """
     config = unwrap_model(chunks[0]).config
     if not config.calculate_per_token_loss:
