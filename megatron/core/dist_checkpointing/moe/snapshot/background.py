@@ -38,6 +38,7 @@ class ThreadExecutor:
         self._closed = True
         if cancel_futures:
             self._cancel_waiting()
+        # Behind all that was submitted before: what was not cancelled still runs, and then the thread ends.
         self._waiting.put(None)
         if wait:
             self._thread.join(CLOSING_S)
@@ -59,6 +60,7 @@ class ThreadExecutor:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             future, work = item
+            # From here on the future cannot be cancelled: whoever waits for it waits for the work.
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -85,6 +87,7 @@ class BackgroundWork:
     """
 
     def __init__(self, lane: Callable[[str], Executor], *, timeout_s: float, strict: bool) -> None:
+        # Three threads, so that neither slow storage nor a slow peer holds up the messages on which all ranks agree.
         self._replication, self._persist, self.control = (lane(name) for name in ("replication", "persist", "control"))
         self._timeout_s, self._strict = timeout_s, strict
         self._running: list[Task[None]] = []
@@ -101,6 +104,7 @@ class BackgroundWork:
         """Let failures of what has ended reach training; what a store refuses only costs protection."""
         running, self._running = self._running, []
         ended: list[Task[None]] = []
+        # Sorted before any result is asked for: `_finish` may raise, and what still runs must stay known for `drain`.
         for task in running:
             (ended if task.done() else self._running).append(task)
         self._finish(ended)
@@ -121,7 +125,15 @@ class BackgroundWork:
         return all(lane.has_ended for lane in (self._replication, self._persist, self.control))
 
     def complain(self, what: str, failures: Sequence[str]) -> None:
-        """Say what protection was lost and why; ends training with `--moe-ckpt-strict`. Raises CheckpointFailure."""
+        """Say what protection was lost and why.
+
+        Args:
+            what: What was lost, as the beginning of a sentence.
+            failures: The reasons that this rank knows; empty where only other ranks know one.
+
+        Raises:
+            CheckpointFailure: With `--moe-ckpt-strict`, which ends training.
+        """
         why = "; ".join(dict.fromkeys(failures)) or "the reason is in the log of another rank"
         then = "training ends because of --moe-ckpt-strict" if self._strict else "training goes on"
         # A rank without a reason of its own leaves it to those that have one, and to rank 0, to speak.
@@ -136,6 +148,7 @@ class BackgroundWork:
 
     def _finish(self, tasks: Sequence[Task[None]]) -> None:
         for task in tasks:
+            # What a store refuses, and work that is late, cost protection. Anything else is a defect, and raised.
             try:
                 task.result(self._timeout_s)
             except StoreFailure as error:

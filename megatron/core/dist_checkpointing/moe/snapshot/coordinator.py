@@ -201,14 +201,19 @@ class Coordinator:
             journal: The outcome of the step, which a replay needs.
         """
         ports, tally = self._ports, self._tally
+        # First, while no copy is under way: this may unmap memory.
         ports.before_snapshot()
         added = ports.added
+        # Closes the counts of this iteration. They may still be on the device: the thread that sends reads them.
         counts, beyond = ports.counts and ports.counts(), added.beyond and added.beyond()
         begun_s = ports.clock.now_s()
+        # Before `pause`, which would replace the lap of the passes by that of the optimizer's step.
         self._note_passes()
         self._stopwatch.pause()
+        # Without the time that training waited for copies, which the message tells by itself.
         tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
         self._step_ended_s, self._iteration = begun_s, iteration
+        # Failures of background work are raised here: the step has ended, so live state is whole.
         self._background.check()
         pace = (
             Throughput(tally.passes_s, ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
@@ -220,11 +225,14 @@ class Coordinator:
         if plan is not None:
             scalars = {"trainer": ports.trainer.scalars(), "journal": journal.to_data()}
             task, copies = self._opened(plan, scalars, step)
+            # Noted before the copies begin: where `begin` raises, `failure` still finds the task and gives it up.
             self._copying = task
             if task.writers is not None:
                 nbytes = sum(layout.nbytes for layout, _ in copies)
                 ports.capturer.begin(copies, self._pace(nbytes))
                 tally.snapshot_bytes += nbytes
+        # After `_opened`, which has opened the round on every rank, also on one without room: the message has one
+        # status per open round, and the collective needs as many on all ranks.
         if self._in_contact:
             self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.owed else None)
         tally.last_stall_s = self._stopwatch.resume()
@@ -234,12 +242,14 @@ class Coordinator:
     def before_optimizer(self) -> float:
         """Before the next optimizer step may change the state; returns the seconds for which training stood still."""
         self._stopwatch.pause()
+        # Copies first: the messages of all ranks arrive on another thread meanwhile.
         copied = self._end_copy()
         self._copied_beside = copied is not None
         self._receive_messages()
         if copied is not None and not self._in_contact:
             copied.abandon()  # what the strategy has to remember of it is not known
         elif copied is not None:
+            # Only now: the news of all ranks have changed what the strategy remembers, alike on all of them.
             copied.scalars = {**copied.scalars, "strategy": self._strategy.to_data()}
             self._tracker.copied(copied)
         stall_s = self._stopwatch.resume()
@@ -263,6 +273,7 @@ class Coordinator:
         copied = self._end_copy()
         if copied is not None:
             copied.abandon()
+        # Not waited for: a thread may be waiting for the lost peer, and this rank has to park in time.
         self._background.close(wait=False)
 
     def abandon(self) -> bool:
@@ -276,6 +287,7 @@ class Coordinator:
         """The end of training: what is under way is brought to its end, on all ranks together."""
         try:
             self.before_optimizer()
+            # Each turn has a collective. Open rounds are the same on all ranks, so all of them leave at the same turn.
             for _ in range(round(self._job.config.timeout_s / CLOSING_PAUSE_S)):
                 if not self._in_contact or not self._tracker.rounds.open:
                     break
@@ -331,6 +343,7 @@ class Coordinator:
             return plan
         if plan is None:
             return None
+        # All ranks come to this collective or none does: strategies plan from what all ranks know.
         try:
             return self._strategy.plan(iteration) if self._make_room() else plan
         except PeerLost as error:
@@ -379,6 +392,8 @@ class Coordinator:
     def _reserved(self, task: SnapshotTask, held: Sequence[tuple[Piece, Layout]]) -> tuple[MappedWriter, ...] | None:
         writers: list[MappedWriter] = []
         try:
+            # A copy that missed its deadline may still write to memory that was given up since: nothing is reserved
+            # before it has ended. Without patience, as training waits here.
             if self._copies_late:
                 self._ports.capturer.end(0.0)
                 self._copies_late = False
@@ -416,6 +431,7 @@ class Coordinator:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, tracker = self._tally, self._tracker
 
+        # Called by the thread that sends, since the counts may still be on the device.
         def counted() -> list[int]:
             if counts is None or not self._strategy.counts_tokens:
                 return []

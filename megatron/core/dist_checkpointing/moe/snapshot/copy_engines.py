@@ -74,9 +74,15 @@ type CopyJob = tuple[Sequence[Span], memoryview]
 def chunked(
     spans: Sequence[Span], chunk_bytes: int = CHUNK_BYTES, lock_bytes: int = LOCK_BYTES
 ) -> Iterator[tuple[Span, int, int]]:
-    """Each span in pieces of at most `chunk_bytes`, in order: the span, and from where to where in it.
+    """Spans in pieces, in order.
 
-    No piece goes over a multiple of `lock_bytes` in the segment.
+    Args:
+        spans: Live memory, and where it goes in a segment.
+        chunk_bytes: The most that a piece has.
+        lock_bytes: No piece goes over a multiple of this in the segment.
+
+    Yields:
+        For each piece the span, and its first byte and the one past its last within the span.
     """
     for span in spans:
         start = 0
@@ -152,9 +158,14 @@ class CopyEngine(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
-        """Begin to copy; the sources stay as they are until `wait`. Raises UsageError while a round is under way.
+        """Begin to copy; the sources stay as they are until `wait`.
 
-        pace: when chunks may begin, as long as nobody waits for the end; None: as fast as it goes.
+        Args:
+            jobs: Spans of live memory, and the segments that they go to.
+            pace: When chunks may begin, as long as nobody waits for the end; None: as fast as it goes.
+
+        Raises:
+            UsageError: A round is under way.
         """
 
     @abc.abstractmethod
@@ -266,6 +277,7 @@ class ThreadEngine(CopyEngine):
                 raise done.error
 
     def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
+        """As `CopyEngine.begin`."""
         require_idle(self._current)
         # Closed from the start: it ends with its last byte, not with the `wait` that may come much later.
         self._current = _CopyRound((job for job in jobs if job[0]), is_closed=True, pace=pace)

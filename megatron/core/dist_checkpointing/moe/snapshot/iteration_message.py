@@ -121,8 +121,15 @@ class MessageExchange:
         self._sent: tuple[int, int, Task[_Reduced]] | None = None
 
     def send(self, message: IterationMessage, awaiting: Sequence[Task[None]], until_s: float) -> None:
-        """Begin to exchange; work that is almost done is waited for until then: what misses this message takes the
-        one of the next iteration."""
+        """Begin to exchange. Work that is almost done is waited for: what misses this message takes that of the next
+        iteration.
+
+        Args:
+            message: What this rank knows.
+            awaiting: Work whose outcome its statuses tell.
+            until_s: For how long that work is waited for, as a time of the clock.
+        """
+        header = _Header.of(message.plan, message.costs, message.pace or Throughput(0.0, 0.0))
 
         def exchange() -> _Reduced:
             # Not on training's thread: the digest of a plan with 15,000 operators takes 10 ms.
@@ -134,6 +141,7 @@ class MessageExchange:
             counts = message.counts()  # may wait for the device; statuses are as late as can be
             return self._transport.least_and_total([*header, *message.statuses()], [*message.numbers, *counts])
 
+        # One thread exchanges, in the order of submission: the collectives of all ranks come in one order.
         self._sent = message.iteration, len(message.numbers), self._lane.submit(exchange)
 
     def receive(self, timeout_s: float) -> IterationNews | None:
@@ -150,9 +158,11 @@ class MessageExchange:
         least, sums = task.result(timeout_s)
         length = len(_Header._fields)
         header = _Header(*least[:length])
+        # Before anything else is read: what ranks say of different plans does not belong together.
         if not header.same_plan:
             raise MoECheckpointError(
                 f"the ranks planned different snapshots of iteration {iteration}: this is a defect, as plans depend"
                 " only on what all ranks know; training cannot be protected"
             )
+        # Numbers of extensions come first in the sums, as many on all ranks; all that follows are counts.
         return IterationNews(iteration, least[length:], header.costs, sums[numbers:], header.pace, sums[:numbers])

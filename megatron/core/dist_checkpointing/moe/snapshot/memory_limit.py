@@ -36,7 +36,16 @@ def segment_sizes(
 
     Of specs that ask for as many segments a rank needs those of which it owns something, which differ from rank to
     rank: their largest ones are matched with each other, then their second largest, and so on.
-    A collective over all ranks. Raises PeerLost.
+    A collective over all ranks.
+
+    Args:
+        specs: What the strategy asks for, the same on all ranks.
+        capturer: Gives the layouts of this rank's pieces.
+        transport: To all ranks.
+        owners: Ranks whose replicas this one keeps.
+
+    Raises:
+        PeerLost: A rank did not answer.
     """
     needed = [
         max(capturer.layout(plan, trainer=spec.trainer).nbytes for plan in (spec.largest, *spec.also)) for spec in specs
@@ -44,6 +53,7 @@ def segment_sizes(
     alike: dict[tuple[int, int, bool], list[int]] = {}
     for spec, nbytes in zip(specs, needed, strict=True):
         alike.setdefault((spec.own, spec.replica, bool(spec.also)), []).append(nbytes)
+    # Negated, as the transport knows the least only: the least of negative sizes is the largest of any rank.
     largest = iter(transport.least([-nbytes for some in alike.values() for nbytes in sorted(some, reverse=True)]))
     sizes: list[int] = []
     for (own, replica, varies), some in alike.items():
@@ -57,21 +67,37 @@ def segment_sizes(
 def fit_memory(
     memory: MappedStore, sizes: Sequence[int], transport: Transport, before: Callable[[], None] = lambda: None
 ) -> tuple[bool, str]:
-    """Give memory these segments; whether all ranks have them, and why this one has not, if so.
+    """Give memory these segments; a collective over all ranks.
 
-    before: called first where segments may go. A collective over all ranks. Raises PeerLost.
+    Args:
+        memory: Keeps snapshots.
+        sizes: Bytes of each segment.
+        transport: To all ranks.
+        before: Called first where segments may go.
+
+    Returns:
+        Whether all ranks have them, and why this one has not; empty where it has.
+
+    Raises:
+        PeerLost: A rank did not answer.
     """
     why = ""
     try:
         memory.resize(sizes, before)
     except MoECheckpointError as error:
         why = str(error)
+    # Also a rank that was refused answers: the others wait in this collective.
     (done,) = transport.least([int(not why)])
     return bool(done), why
 
 
 def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[OperatorId, OperatorSize]]:
-    """What `operator_sizes` gives on each rank, by rank; a collective over all ranks."""
+    """What `operator_sizes` gives on each rank, by rank; a collective over all ranks.
+
+    Args:
+        capturer: Gives the layouts of this rank.
+        transport: To all ranks.
+    """
     mine: list[Json] = [
         [operator.layer, operator.kind.value, operator.expert, size.full_bytes, size.weights_bytes]
         for operator, size in operator_sizes(capturer).items()
@@ -113,8 +139,18 @@ def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
 def memory_report_of(
     specs: tuple[BufferSpec, ...], job: Job, rank: int, owners: int, log_bytes: int = 0
 ) -> MemoryReport | None:
-    """What the buffers hold on this rank, and its boundary logs beside them, as MoEvement Table 6 counts it; None
-    where the sizes are not known."""
+    """What the buffers hold on this rank, and its boundary logs, as MoEvement Table 6 counts it.
+
+    Args:
+        specs: The buffers that are there.
+        job: Has the sizes of operators, by rank.
+        rank: This rank.
+        owners: How many ranks' replicas it keeps.
+        log_bytes: What boundary logs take besides.
+
+    Returns:
+        The report; None where the sizes of this rank are not known.
+    """
     if rank not in job.sizes:
         return None
     return replace(memory_report(specs, job.sizes[rank], owners), log_bytes=log_bytes)
@@ -182,6 +218,8 @@ class NodeMemory:
         found = []
         for node in sorted({row[0] for row in gathered}):
             rows = [row for row in gathered if row[0] == node]
+            # All ranks of a node see one file system, at slightly different times: the least that one saw free counts.
+            # What they hold already is room too, since segments are used again or given back.
             by_flag, by_folder = min(row[1] for row in rows), min(row[2] for row in rows) + sum(row[3] for row in rows)
             why = "--moe-ckpt-memory-limit"
             if by_folder < by_flag:
@@ -194,6 +232,7 @@ class NodeMemory:
         if not self.counts_free or not self.folder.is_dir():
             return UNBOUNDED
         found = os.statvfs(self.folder)
+        # A file system without a limit of its own says that it has no blocks.
         return found.f_bavail * found.f_frsize if found.f_blocks else UNBOUNDED
 
 
@@ -218,15 +257,26 @@ class Taker:
     strict: bool = False
 
     def fit(self, strategy: Strategy, specs: tuple[BufferSpec, ...]) -> tuple[tuple[BufferSpec, ...], bool]:
-        """Give memory what a strategy asks for, or what it then asks for instead; `specs` are there.
+        """Give memory what a strategy asks for, or what it then asks for instead; a collective over all ranks.
 
-        A collective over all ranks. Returns what is there now, and whether anything was given up. Raises PeerLost, and
-        CheckpointFailure where `strict`.
+        Args:
+            strategy: Is asked, and gives things up where memory is too small.
+            specs: The buffers that are there.
+
+        Returns:
+            The buffers that are there now, and whether anything was given up.
+
+        Raises:
+            PeerLost: A rank did not answer.
+            CheckpointFailure: Memory is too small, and `strict` is set.
         """
+        # The tightest node's room is the same on all ranks, and so is each answer below: all make as many turns of this
+        # loop, each of which has collectives.
         room, gave_up = self.room(), False
         while (wanted := strategy.buffer_specs()) != specs:
             sizes = segment_sizes(wanted, self.capturer, self.control, self.owners)
             needed = taken_bytes(sizes) + self.standby_bytes(strategy.logged)
+            # A strategy that gave up takes no snapshots: the little that it asks for then is tried, not measured.
             shortage = "" if strategy.gave_up else room.shortage(needed)
             if not shortage:
                 done, why = fit_memory(self.memory, sizes, self.control, self.before)
@@ -245,7 +295,20 @@ def taken_bytes(sizes: Sequence[int]) -> int:
 
 
 def ask_for_less(strategy: Strategy, shortage: str, *, speaks: bool, strict: bool = False) -> bool:
-    """Let a strategy give something up, and say what; whether there was anything. Raises CheckpointFailure."""
+    """Let a strategy give something up, and say what.
+
+    Args:
+        strategy: Of this rank; all ranks call it alike.
+        shortage: Says as a sentence where memory is too small.
+        speaks: Whether this rank logs it.
+        strict: Whether that ends training.
+
+    Returns:
+        Whether there was anything to give up.
+
+    Raises:
+        CheckpointFailure: Where `strict`.
+    """
     instead = strategy.buffers_refused()
     if strict:
         raise CheckpointFailure(f"{shortage}; training ends because of --moe-ckpt-strict")

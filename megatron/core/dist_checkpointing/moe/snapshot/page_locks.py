@@ -48,7 +48,12 @@ class PageLocks:
         self._end.atexit = False  # the process ends, and CUDA with it
 
     def begin(self, segments: Sequence[memoryview], device: int) -> None:
-        """Lock these segments for this device on a thread, one piece after the other."""
+        """Lock segments on a thread, one piece after the other.
+
+        Args:
+            segments: Of the memory tier.
+            device: The index of the GPU that copies to them.
+        """
         for segment in segments:
             self._waiting.put(segment)
         if self._thread is None:
@@ -74,10 +79,16 @@ class PageLocks:
                 del segment  # while it waits for the next, this thread keeps no mapping alive
 
     def lock(self, segment: memoryview, offset: int) -> None:
-        """Lock the piece of a segment that this offset lies in, unless it is; the caller waits for it."""
+        """Lock the piece of a segment that this offset lies in, unless it is; the caller waits for it.
+
+        Args:
+            segment: All of it: pieces are counted from its start.
+            offset: In bytes.
+        """
         start = offset - offset % LOCK_BYTES
         address = _address(segment) + start
         nbytes = min(LOCK_BYTES, segment.nbytes - start)
+        # The thread that locks ahead and a copy may want one piece at once, and CUDA refuses to register it twice.
         with self._mutex:
             if self._refused or nbytes <= self._locked.get(address, 0):
                 return
@@ -97,11 +108,13 @@ class PageLocks:
 
         What was to be locked yet is not. What is copied to later is locked again.
         """
+        # Before `settle`: the thread then passes over the pieces that it has not begun with.
         self._stopped = True
         self.settle(_SETTLE_S)
         if self._locked:
             torch.cuda.synchronize()
         with self._mutex:
+            # Each of these speaks of what was locked until now: a piece that is locked again gets a new one.
             for watched in self._watched.values():
                 watched.detach()
             self._watched.clear()

@@ -32,7 +32,19 @@ class CopyOrder:
 
     @classmethod
     def of(cls, target: SnapshotId, facts: Facts, layout: Layout, sources: Sequence[Reader]) -> CopyOrder:
-        """The order for records of these readers. Raises UnreadableCheckpoint for a record that none of them has."""
+        """The order for records of these readers.
+
+        Args:
+            target: The name of the snapshot in storage.
+            facts: What its manifest will say.
+            layout: Its records.
+            sources: Readers of snapshots in memory; the first one that has a record gives it.
+
+        Raises:
+            UnreadableCheckpoint: None of them has one of the records.
+        """
+        # The checksums that memory was sealed with, not those of the bytes read for the copy: so `carry_out` finds what
+        # changed in between.
         sums = []
         for field in layout.fields:
             source = _source(sources, field.key)
@@ -85,6 +97,7 @@ def carry_out(
     manifest = order.manifest
     if is_stored(manifest, storage):
         return 0
+    # What has this name then is torn, damaged or of another attempt; a store takes no name twice.
     storage.free(manifest.snapshot)
     with storage.reserve(manifest.snapshot, manifest.layout) as writer:
         for field in manifest.layout.fields:
@@ -93,14 +106,21 @@ def carry_out(
             if source is None:
                 raise UnreadableCheckpoint(f"{manifest.snapshot}: record {field.key} is not in memory any more")
             writer.put(field.key, source.read(field.key))
-        check()
+        check()  # a last time: `seal` publishes it
         writer.seal(manifest.facts, expect=manifest.checksums)
     return manifest.layout.nbytes
 
 
 def is_stored(wanted: Manifest, storage: Store) -> bool:
-    """Whether storage has this snapshot of this very attempt of the job. Raises NewerFormat for one that a later
-    version wrote."""
+    """Whether storage has this snapshot of this very attempt of the job.
+
+    Args:
+        wanted: The manifest that it would have.
+        storage: Is looked into.
+
+    Raises:
+        NewerFormat: A later version wrote a snapshot of this name.
+    """
     try:
         with storage.open(wanted.snapshot) as reader:
             facts = reader.manifest.facts
@@ -108,6 +128,7 @@ def is_stored(wanted: Manifest, storage: Store) -> bool:
         raise
     except UnreadableCheckpoint:
         return False
+    # The plan alone does not tell attempts apart: an earlier one may have planned the same for this iteration.
     same_timeline = facts.scalars.get("timeline") == wanted.facts.scalars["timeline"]
     return same_timeline and facts.plan_digest == wanted.facts.plan_digest
 
@@ -136,7 +157,12 @@ class Identity:
         ]
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
-        """The facts of one piece, with the parts that it holds of this rank's operators."""
+        """The facts of one piece, with the parts that it holds of this rank's operators.
+
+        Args:
+            piece: Of a snapshot.
+            scalars: What else its manifest says: for the first piece the trainer's state and the journal.
+        """
         parts = piece.plan.parts
         held: list[Json] = [
             [operator.layer, operator.kind.value, operator.expert, parts[operator].value]

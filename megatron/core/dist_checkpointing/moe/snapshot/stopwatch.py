@@ -91,9 +91,13 @@ class PassTimes:
         return min(self._newest, default=None)
 
     def noted(self, passes_s: float, *, copied: bool) -> None:
-        """The passes of an iteration took so long; `copied`: beside them a snapshot was copied.
+        """Take in the passes of an iteration.
 
         `slowed_s` is then how much longer those with copies take than the median without, None where none are known.
+
+        Args:
+            passes_s: How long they took.
+            copied: Whether a snapshot was copied meanwhile.
         """
         self._newest.append(passes_s)
         if not copied:

@@ -87,6 +87,7 @@ class StreamEngine(CopyEngine):
             self._before.append(job[1])
 
     def begin(self, jobs: Sequence[CopyJob], pace: Pace | None = None) -> None:
+        """As `CopyEngine.begin`."""
         require_idle(self._current)
         # First, the copies must see what the current stream was given so far (the optimizer's step). Second, this
         # puts what `now` launched there before the event `copied` below: to wait for that one is to wait for all.

@@ -116,6 +116,7 @@ class SnapshotTracker:
         if (Level.SNAPSHOT, task.plan.iteration) not in self._tasks:
             task.abandon()
             return
+        # For one task only: to renew the transport is a collective, which all ranks make in the same round.
         task.reconnect, self._reconnect = self._reconnect, False
         task.running = self._background.replicate(lambda: self._worker.protect(task))
 
@@ -133,7 +134,16 @@ class SnapshotTracker:
         return [task for task in running if task is not None]
 
     def update(self, statuses: Sequence[int], iteration: int) -> bool:
-        """Take in how far all ranks have come with the open rounds; whether the round of a snapshot ended with that."""
+        """Take in how far all ranks have come with the open rounds.
+
+        Args:
+            statuses: The least `Status` of all ranks, one per open round, oldest first.
+            iteration: The newest whose step has ended.
+
+        Returns:
+            Whether the round of a snapshot ended with that.
+        """
+        # All ranks take in the same statuses, so windows go through the same changes in the same order on all of them.
         self.rounds, updates = self.rounds.after(statuses)
         for round_ in updates:
             if round_.level is Level.SNAPSHOT:
@@ -161,7 +171,12 @@ class SnapshotTracker:
         return taken
 
     def lost_contact(self, iteration: int, error: Exception) -> None:
-        """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken."""
+        """Without the reports of the others nothing can be agreed on: what is sealed stays, nothing more is taken.
+
+        Args:
+            iteration: The newest whose step has ended.
+            error: Why there are none.
+        """
         self.protection = self.protection.after(ProtectionEvent.CONTACT_LOST, iteration)
         self._complain(
             Level.SNAPSHOT, f"no further snapshots after iteration {iteration} until the job restarts", [str(error)]
@@ -197,6 +212,7 @@ class SnapshotTracker:
             self.peer_bytes_per_s = task.carried_bytes / task.exchange_s
         if round_.agreed is not Status.FAILED:
             self._strategy.settled(round_.plan, Level.REPLICAS, round_.agreed is Status.PROTECTED)
+        # After any round that some rank did not end well a connection may be void; all ranks agree on such rounds.
         self._reconnect = self._reconnect or round_.agreed is not Status.PROTECTED
         self._on_ended(round_, task, iteration)
 
@@ -245,6 +261,7 @@ class SnapshotTracker:
         What is still being written to storage stays, but its replicas go: peers need their room for newer ones.
         """
         covered = covered_pieces(self.windows.values())
+        # Own pieces have one more user: the persister, which opens them by name. Replicas are not persisted from here.
         in_use = {
             piece.name
             for span, copy in self.persisted.items()
@@ -281,6 +298,7 @@ class SnapshotTracker:
         plans = self._strategy.persistent(plan) if persister else ()
         if persister is None or not plans or self.durable is None:
             return
+        # One copy to storage at a time: each keeps its window in memory, where newer snapshots want the room.
         if any(round_.level is Level.PERSIST for round_ in self.rounds.open):
             log.warning(
                 "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
@@ -313,6 +331,7 @@ class SnapshotTracker:
             self._complain(
                 Level.PERSIST, f"the snapshot of iteration {round_.plan.iteration} was NOT persisted", task.failures
             )
+        # What stayed in memory only to be written can go now, however that ended.
         self._free_covered()
 
     def _free_storage(self) -> None:
@@ -325,6 +344,7 @@ class SnapshotTracker:
         freed = {piece.plan.iteration for piece in known if piece.span not in kept}
         for span in copies.keys() - kept:
             self._put_copy(span, copies[span].after(PersistEvent.SUPERSEDED))
+        # On the thread that writes: one after the other, so nothing is removed in the middle of a copy.
         self._background.persist(lambda: persister.free(freed))
 
     def _put_copy(self, span: range, copy: PersistedWindow) -> None:

@@ -107,6 +107,7 @@ class ReplicationWorker:
             task.failures.append(format_error(error))
             sealed = False
         task.status = Status.SEALED if sealed else Status.FAILED
+        # In the order of sealing, so that peers, too, seal the first piece last.
         offered = [piece for _, piece in reversed(self._identity.pieces(task.pieces)) if piece.replicated]
         self._replicate(task, offered if sealed else None)
         task.duration_s = self._clock.now_s() - begun_s
@@ -118,9 +119,14 @@ class ReplicationWorker:
         self._replicate(task, held)
 
     def free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:
-        """Free these pieces, by iteration and kind: this rank's own unless not `own`, and the replicas of its owners.
+        """Free pieces in memory.
 
-        Raises StoreFailure.
+        Args:
+            names: Iteration and kind of each.
+            own: Whether this rank's own go too, and not only the replicas of its owners.
+
+        Raises:
+            StoreFailure: Memory refuses.
         """
         ranks = (self._transport.rank, *self._owners) if own else self._owners
         for iteration, kind in sorted(names):
@@ -150,6 +156,7 @@ class ReplicationWorker:
         try:
             if task.reconnect and not self._connected:
                 task.failures.append("replication is connected anew")
+            # All ranks set this in the same round, also those whose connections are whole: `renew` waits for all.
             if task.reconnect:
                 self._transport.renew()
                 self._connected = True
@@ -183,8 +190,10 @@ class ReplicationWorker:
                 task.exchange_s = replicator.moving_s - moved_s
         except UnreadableCheckpoint as error:
             task.failures.append(str(error))
+            # Peers are in this round and wait for a header: one without pieces ends it for them.
             done = replicator.exchange(task.plan.iteration, None, self._receiver)
         finally:
+            # Readers pin their segments, which the next snapshots need.
             for reader in readers:
                 reader.close()
         if self._steps is not None:
@@ -245,6 +254,7 @@ class Persister:
 
     def stop(self) -> None:
         """Give up what is being written, and write no more; called from another thread, and not waited for here."""
+        # One thread sets it, another reads it before each record: a lock would add nothing.
         self._is_stopped = True
 
     def _check_stopped(self) -> None:
@@ -263,6 +273,7 @@ class Persister:
                 break
             except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
                 task.failures.append(format_error(error))
+                # Only what storage refuses may pass by itself: a record that memory lacks is lacking again.
                 if attempt < ATTEMPTS and isinstance(error, StoreFailure):
                     self._clock.sleep(pause_s)
                     pause_s *= 4
@@ -285,6 +296,7 @@ class Persister:
                 for plan, pieces, held in zip(task.plans, task.pieces, task.held, strict=True)
                 for order, sources in self._orders(plan.iteration, pieces, held, stack)
             ]
+            # Before the first record is written: a trainer that is killed in between leaves an order to be finished.
             self._announce([order for order, _ in found])
             for order, sources in found:
                 task.written_bytes += carry_out(order, sources, self._storage, self._check_stopped)
