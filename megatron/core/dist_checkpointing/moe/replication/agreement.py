@@ -47,11 +47,13 @@ def raise_on_all_ranks[T](
     """
     problem: list[Json] = [-1, ""]
     value: T | None = None
+    # Anything but an error of this package is a defect: it ends this rank, and the others lose a peer.
     try:
         value = work()
     except MoECheckpointError as error:
         kinds = (index for index, kind in enumerate(errors) if isinstance(error, kind))
         problem = [next(kinds, len(errors) - 1), str(error)]
+    # Every rank comes here, whether its work failed or not. The lowest rank with a problem decides what all raise.
     answers = [cast("tuple[int, str]", answer) for answer in group.gather(problem)]
     for rank, (index, why) in zip(ranks or range(len(answers)), answers, strict=True):
         if index >= 0:
@@ -68,16 +70,28 @@ _READ_S = 5.0
 def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value: Json, timeout_s: float) -> list[Json]:
     """The values of all ranks, in their order; a collective, for which each rank asks the store only a few times.
 
-    name: the same on all ranks, and used once. Raises PeerLost naming the ranks that did not come in time.
+    Args:
+        store: In which all ranks find each other.
+        name: Of this call; the same on all ranks, and used once.
+        rank: This rank.
+        world_size: How many ranks call it.
+        value: Of this rank.
+        timeout_s: How long the others may take to come.
+
+    Raises:
+        PeerLost: Some did not come in time; on rank 0 it names them.
     """
     place, patience = PrefixStore(name, store), timedelta(seconds=timeout_s)
     place.set(str(rank), json.dumps(value))
+    # Rank 0 reads the values of all and writes them as one: if each rank read each value, the one server of the store
+    # would get N^2 requests.
     if rank:
         try:
             place.wait(["all"], patience)
         except RuntimeError:
             raise PeerLost(f"rank {rank} waited {timeout_s:g} s for rank 0 to say that all have started") from None
         found: list[Json] = json.loads(place.get("all"))
+        # Counted by an atomic call, so that exactly one rank finds itself the last.
         if place.add("read", 1) == world_size - 1:
             place.set("all read", "")
         return found
@@ -139,6 +153,7 @@ class Meeting:
 
     def _enter(self) -> None:
         self._number += 1
+        # First of all: ranks that wait at the number before have to leave it, or nobody ever gets all of them here.
         self._store.set(f"{self._number}/wanted", "")
         self._store.set(self._mark(self._rank), "")
         # Counted by one atomic call, so that exactly one rank, the last, finds all there: who left is counted off.

@@ -98,8 +98,11 @@ class Connections:
     def __init__(self, rank: int, address: str) -> None:
         self.rank, self.why = rank, ""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Any process that reaches the port can dial. Ranks of the job learn the secret from the store.
         self._secret = secrets.token_bytes(16)
         self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+        # One lock for lanes, sockets and arrivals: whoever ends them finds all that is there, and what comes later
+        # finds `why`.
         self._lock = threading.Lock()
         self._arriving, self.lanes = threading.Condition(self._lock), list[MessageLane]()
         self._arrived: dict[tuple[int, int], socket.socket] = {}
@@ -111,8 +114,19 @@ class Connections:
         self.acceptor.start()
 
     def dial(self, place: str, other: int, purpose: int, timeout_s: float) -> socket.socket:
-        """A connection to another rank's `place`, for messages of this purpose. Raises OSError."""
+        """A connection to another rank.
+
+        Args:
+            place: Of that rank, as its `place` says it.
+            other: That rank, for errors.
+            purpose: Which messages it is for, a byte; the other side asks for it by `arrival`.
+            timeout_s: Longest wait for the connection.
+
+        Raises:
+            OSError: The rank cannot be reached, or these connections have ended.
+        """
         host, port, secret = place.split()
+        # Noted before it connects, so that `end` reaches it, too.
         connection = self._watched(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         try:
             connection.settimeout(timeout_s)
@@ -126,7 +140,14 @@ class Connections:
     def arrival(self, place: str, source: int, purpose: int, timeout_s: float) -> socket.socket:
         """The connection that another rank has dialled; waits for it until these end, or those of that rank.
 
-        Raises OSError.
+        Args:
+            place: Of that rank, as its `place` says it.
+            source: That rank.
+            purpose: What it has dialled for, a byte.
+            timeout_s: Longest wait for a connection that looks whether the rank is still there.
+
+        Raises:
+            OSError: These connections have ended, or those of that rank.
         """
         if not self._has_come(source, purpose, PROBE_AFTER_S):
             # Nothing says that it has ended before it dialled, but a connection in the other direction; which it keeps
@@ -162,6 +183,8 @@ class Connections:
             self._arriving.notify_all()
             for lane in self.lanes:
                 lane.due.notify_all()
+            # Not `close`: that would wake no thread inside a call, and the system could give its descriptor to
+            # something else while the thread still uses it. Each socket is closed by whoever uses it.
             for connection in self.sockets:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -184,10 +207,15 @@ class Connections:
     def lane(
         self, open_: Callable[[], socket.socket], other: str, move: Mover, close: Callable[[], None] = lambda: None
     ) -> MessageLane:
-        """A new lane, over the connection that `open_` makes on its thread for the first message.
+        """A new lane.
 
-        other: who is at the other end, for errors. close: called by the thread as its last act.
+        Args:
+            open_: Makes its connection; called on the lane's thread for the first message.
+            other: Who is at the other end, for errors.
+            move: Moves the bytes of each message.
+            close: Called by the thread as its last act.
         """
+        # Under the lock: `end` either finds this lane, or has set `why` by now, which the lane's thread then reads.
         with self._lock:
             lane = MessageLane(self, self._lock, open_, other, move, close)
             self.lanes.append(lane)
@@ -204,12 +232,14 @@ class Connections:
             f"rank {self.rank}", self._listener, HELLO.size, self._is_known, self._arrive,
             opened=self._watched, close=self.close,
         ).run()  # fmt: skip
+        # The listener was shut down. What has come and nobody has taken is closed here.
         for left in (self._listener, *self._arrived.values()):
             self.close(left)
 
     def _is_known(self, hello: bytes) -> bool:
         """Whoever does not know the secret is none of this job."""
         magic, secret, *_ = HELLO.unpack(hello)
+        # In constant time: how long it takes tells a stranger nothing of the secret.
         return magic == _MAGIC and secrets.compare_digest(secret, self._secret)
 
     def _arrive(self, connection: socket.socket, hello: bytes) -> None:
@@ -256,6 +286,7 @@ class MessageLane:
     def post(self, memory: memoryview) -> Message:
         """Begin to move these bytes; void from the start where the connections have ended."""
         message = Message(memory)
+        # Under the lock, which keeps the order: nothing is sent at once past what is queued or being moved.
         with self._lock:
             is_void = bool(self._connections.why)
             is_through = not is_void and self._sent_at_once(message)
@@ -271,6 +302,7 @@ class MessageLane:
         is_small = self._move is send_over and len(message.memory) <= AT_ONCE_BYTES
         if not is_small or self._connection is None or self._is_moving or self._queue:
             return False
+        # Without waiting: the lock is held, and whoever posts may be the thread that trains.
         with contextlib.suppress(OSError):
             message.memory = message.memory[self._connection.send(message.memory, socket.MSG_DONTWAIT) :]
             self._moved()
@@ -280,6 +312,7 @@ class MessageLane:
         while (message := self._next()) is not None:
             through = False
             try:
+                # Here, for the first message: whoever posts one does not wait for the other rank to dial or to listen.
                 self._connection = self._connection or self._open()
                 self._move(self._connection, message.memory, self._moved)
                 through = True
@@ -296,6 +329,7 @@ class MessageLane:
             self._is_moving = False
             self.due.wait_for(lambda: self._queue or self._connections.why)
             if not self._connections.why:
+                # Set in one go with taking the message: no small one may be sent past it.
                 self._is_moving = True
                 return self._queue.popleft()
             void, self._queue = self._queue, deque()
@@ -308,18 +342,20 @@ class MessageLane:
 
 
 def send_over(connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
-    """Send all bytes. Raises OSError."""
+    """As `Mover`: send all bytes. Raises OSError."""
     at = 0
     while at < len(memory):
+        # Released at once: in the traceback of an error a slice would keep the memory of a snapshot exported.
         with memory[at : at + CHUNK_BYTES] as part:
             at += connection.send(part)
         moved()
 
 
 def receive_over(connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
-    """Receive as many bytes as there is memory for. Raises OSError."""
+    """As `Mover`: receive as many bytes as there is memory for. Raises OSError."""
     at = 0
     while at < len(memory):
+        # WAITALL: one call for a whole chunk, with Python's lock free, and not one for what each packet brings.
         with memory[at : at + CHUNK_BYTES] as part:
             count = connection.recv_into(part, len(part), socket.MSG_WAITALL)
         if not count:
@@ -339,6 +375,7 @@ def check_open(connection: socket.socket) -> None:
 def _made_ready(connection: socket.socket) -> socket.socket:
     """Blocking: only then a call goes on until all of a chunk has moved."""
     connection.settimeout(None)
+    # Small messages are answered one by one: Nagle's algorithm would hold them back for acknowledgements.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection)
     return connection

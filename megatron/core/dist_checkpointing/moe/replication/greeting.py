@@ -83,6 +83,7 @@ class Greeting:
 
     def _turn(self) -> None:
         ready = [key.fileobj for key, _ in self._selector.select(self._wait_s())]
+        # Before deadlines are looked at: nobody is hung up on whose hello is here.
         for connection in ready:
             if connection in self._callers:
                 assert isinstance(connection, socket.socket)
@@ -100,6 +101,7 @@ class Greeting:
 
     def _accept(self) -> None:
         """Take the callers that have come. Raises OSError where the listener is shut down."""
+        # No more in one turn: those who came before, and whose hello may be here by now, come first.
         for _ in range(MOST):
             try:
                 connection, address = self._listener.accept()

@@ -59,16 +59,22 @@ def own_endpoint(interface: str | None) -> Endpoint:
 def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]] = lambda own: [own]) -> None:
     """Let gloo groups that this process makes from here on, Megatron-Core's among them, use the flag's interface.
 
-    An interface that the variable names already is left to them. gather: the values of all ranks, if they can be asked:
-    then all of them hear of one that has no such interface.
+    An interface that the variable names already is left to them.
 
-    Raises UsageError for an interface that a machine does not have.
+    Args:
+        interface: Of the flag.
+        rank: This rank.
+        gather: Gives the values of all ranks, if they can be asked; then all raise for one without that interface.
+
+    Raises:
+        UsageError: A machine does not have this interface.
     """
     problem = ""
     try:
         own_endpoint(interface)
     except UsageError as error:
         problem = f"rank {rank}: {error}"
+    # Before anything is raised: all ranks gather, also one that has no such interface.
     if first := next(filter(None, gather(problem)), None):
         raise UsageError(str(first))
     named = os.environ.setdefault(VARIABLE, interface)
@@ -103,6 +109,7 @@ def _address_of(name: str, source: str) -> str:
                 f"{source} {name}: the interface has no IPv4 address ({error.strerror}); there are"
                 f" {_shown_interfaces()}"
             ) from error
+    # Behind the 16 bytes of the name comes a sockaddr_in: family and port take four bytes, then its address follows.
     return socket.inet_ntoa(answer[20:24])
 
 
@@ -113,6 +120,7 @@ def _resolved(host: str) -> str:
     except OSError:
         found = []
     for family, _, _, _, where in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        # Only an address of this machine can be bound; a name may resolve to one that it no longer has.
         with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((where[0], 0))
             return str(where[0])

@@ -97,7 +97,13 @@ def encode_table(pieces: Sequence[ReplicaPiece]) -> bytes:
 
 
 def encode_header(iteration: int, pieces: int | None, table: bytes) -> bytes:
-    """HEADER_BYTES bytes."""
+    """A header, of HEADER_BYTES bytes.
+
+    Args:
+        iteration: Of the round.
+        pieces: How many the table lists; None where the owner has nothing to give.
+        table: What follows the header.
+    """
     count = _NOTHING if pieces is None else pieces
     packed = _HEADER.pack(MAGIC, VERSION, iteration, count, len(table), xxh3_64_intdigest(table))
     return packed + _CHECK.pack(xxh3_64_intdigest(packed))
@@ -109,8 +115,10 @@ def decode_header(data: Buffer) -> Header:
     magic, version, iteration, pieces, table_bytes, table_xxh3 = _HEADER.unpack(packed)
     if magic != MAGIC:
         raise Garbled(f"a header begins with {magic!r} instead of {MAGIC!r}")
+    # Before the checksum, which another version may have in another place, or not at all.
     if version != VERSION:
         raise Garbled(f"a header has version {version}, but this rank speaks {VERSION}: run one version on all ranks")
+    # Before any size is used: as many bytes as a damaged header announces would be waited for.
     if _CHECK.unpack_from(data, _HEADER.size) != (xxh3_64_intdigest(packed),):
         raise Garbled("a header does not match its checksum")
     if pieces < _NOTHING or max(pieces, 0) * _ROW.size > table_bytes or table_bytes > _MOST_TABLE_BYTES:
@@ -119,7 +127,15 @@ def decode_header(data: Buffer) -> Header:
 
 
 def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
-    """The pieces that `data` lists. Raises Garbled."""
+    """The pieces that a table lists.
+
+    Args:
+        header: Which announced the table.
+        data: The bytes of the table.
+
+    Raises:
+        Garbled: They are not what the header announced.
+    """
     if len(data) != header.table_bytes or xxh3_64_intdigest(data) != header.table_xxh3:
         raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
     count = header.pieces or 0
@@ -127,6 +143,7 @@ def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
     if at > len(data):
         raise Garbled(f"a table of {count} pieces has only {len(data)} bytes")
     rows = tuple(_ROW.iter_unpack(data[:at]))
+    # All sizes before the first slice: one that reaches past the end would be shorter, without an error.
     if at + sum(name_bytes + manifest_bytes for name_bytes, manifest_bytes, *_ in rows) != len(data):
         raise Garbled(f"a table of {count} pieces has another size than its {len(data)} bytes")
     for name_bytes, manifest_bytes, raw_bytes, step_bytes in rows:
@@ -155,12 +172,22 @@ def decode_answers(rows: Buffer) -> tuple[list[Reply], list[int]]:
 
 
 def decode_ranges(data: Buffer, counts: Sequence[int], sizes: Sequence[int]) -> list[Ranges]:
-    """The ranges of each piece, of which `sizes` has the bytes. Raises Garbled for those outside of it."""
+    """The ranges that are wanted of each piece.
+
+    Args:
+        data: All ranges, RANGE_BYTES each, piece after piece.
+        counts: How many ranges each piece has.
+        sizes: Bytes of each piece.
+
+    Raises:
+        Garbled: Ranges lie outside of their piece, or are not ascending and apart.
+    """
     at, found = 0, list[Ranges]()
     for count, nbytes in zip(counts, sizes, strict=True):
         end = at + count * _RANGE.size
         ranges = tuple(_RANGE.iter_unpack(memoryview(data)[at:end]))
         edges = [0, *(edge for one in ranges for edge in one), nbytes]
+        # One comparison for all: within the piece, ascending, and none over another.
         if edges != sorted(edges):
             raise Garbled(f"ranges {ranges} are wanted of a piece of {nbytes} bytes")
         found.append(ranges)
@@ -169,7 +196,15 @@ def decode_ranges(data: Buffer, counts: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def decode_replies(data: Buffer, allowed: frozenset[Reply]) -> list[Reply]:
-    """One reply for each byte. Raises Garbled for any that is not `allowed` now."""
+    """One reply for each byte.
+
+    Args:
+        data: A byte for each piece.
+        allowed: The replies that make sense at this point.
+
+    Raises:
+        Garbled: Another one is among them.
+    """
     received = bytes(data)
     unknown = [byte for byte in received if byte not in allowed]
     if unknown:

@@ -90,7 +90,15 @@ class ReplicaReceiver:
         self._store, self._clock, self._job, self._rank, self._follow = store, clock, job, rank, follow
 
     def manifest(self, owner: int, data: bytes) -> Manifest:
-        """What an owner says of a snapshot of its own. Raises UnreadableCheckpoint."""
+        """The manifest of a snapshot, as its owner sent it.
+
+        Args:
+            owner: The rank that sent it.
+            data: The encoded manifest.
+
+        Raises:
+            UnreadableCheckpoint: It cannot be read, or is of a snapshot of another rank.
+        """
         wanted = decode(data, f"manifest from rank {owner}")
         if wanted.snapshot.rank != owner:
             raise UnreadableCheckpoint(f"rank {owner} sent the {wanted.snapshot}, which is not its own")
@@ -110,6 +118,7 @@ class ReplicaReceiver:
             with self._store.open(wanted.snapshot) as reader:
                 mine = reader.manifest
                 same = (mine.facts, mine.layout, mine.checksums) == (wanted.facts, wanted.layout, wanted.checksums)
+                # All bytes are read once more: memory may have changed since, and a replica counts only if it is whole.
                 is_held = same and not reader.verify()
         except UnreadableCheckpoint:
             is_held = False  # there is none, or one whose manifest is damaged
@@ -142,7 +151,15 @@ class ReplicaReceiver:
         return _ranges(record for record in wanted.records if record.key not in held) if held else None
 
     def join(self, replica: StoreReplica, wanted: Manifest) -> None:
-        """Give a replica what this rank's own snapshot has of it. Raises UnreadableCheckpoint."""
+        """Give a replica what this rank's own snapshot has of it.
+
+        Args:
+            replica: Which was received without that.
+            wanted: The manifest of the replica; `lacking` has said that this rank's own snapshot has a part of it.
+
+        Raises:
+            UnreadableCheckpoint: The own snapshot is gone or damaged.
+        """
         own = self._own(wanted)
         assert own is not None
         replica.join(own)
@@ -206,9 +223,18 @@ class IncomingPiece:
     ranges: Ranges = ()
 
     def receive(self, transport: Transport, owner: int, chunk_bytes: int | None) -> int:
-        """Begin to receive what the reply asked for: the piece, ranges of it, or the step that it is made from; returns
-        the bytes. chunk_bytes: of a message at most; None: each range is one."""
+        """Begin to receive what the reply asked for: the piece, ranges of it, or the step that it is made from.
+
+        Args:
+            transport: To the owner.
+            owner: The rank that sends it.
+            chunk_bytes: The most that a message has; None: each range is one message.
+
+        Returns:
+            How many bytes come.
+        """
         assert self.replica is not None
+        # Also after damage, whatever was asked for at first: then the piece comes whole.
         ranges: Ranges = ((0, self.piece.raw_bytes),)
         if self.reply is Reply.FOLLOWS:
             self.step = bytearray(self.piece.step_bytes)
@@ -224,12 +250,14 @@ class IncomingPiece:
 
     def arrived(self) -> None:
         """Wait until all of that is there."""
+        # In no variable: in the traceback of an error it would keep the memory of the replica exported.
         while self.transfers:
             self.transfers[0].wait()
             del self.transfers[0]
 
     def abandon(self) -> None:
         """Give up what is open."""
+        # First: a transfer that is dropped ends what still writes to the memory of the replica.
         self.transfers.clear()
         self.step = bytearray()
         if self.replica is not None:
@@ -254,7 +282,12 @@ class IncomingReplicas:
         return tuple(self._items)
 
     def offered(self, owner: int, pieces: Sequence[ReplicaPiece]) -> None:
-        """What an owner has."""
+        """Note what an owner has.
+
+        Args:
+            owner: The rank.
+            pieces: As its table lists them.
+        """
         self._items[owner] = [IncomingPiece(piece) for piece in pieces]
 
     def answers(self) -> dict[int, list[tuple[Reply, Ranges]]]:
@@ -265,7 +298,15 @@ class IncomingReplicas:
         return {owner: [(item.reply, item.ranges) for item in items] for owner, items in self._items.items()}
 
     def receive(self, transport: Transport, chunk_bytes: int | None) -> int:
-        """Begin to receive all that is wanted, in messages of so many bytes; returns the bytes."""
+        """Begin to receive all that is wanted.
+
+        Args:
+            transport: To the owners.
+            chunk_bytes: The most that a message has; None: each range is one message.
+
+        Returns:
+            How many bytes come.
+        """
         return sum(
             item.receive(transport, owner, chunk_bytes)
             for owner, items in self._items.items()
@@ -302,6 +343,7 @@ class IncomingReplicas:
             return Reply.REFUSED
         if not self._begin(owner, item, wanted):
             return Reply.REFUSED
+        # The way with the fewest bytes; of ways with as many bytes the plainest.
         cheapest, reply = item.piece.raw_bytes, Reply.WANTED
         lacking = self._receiver.lacking(wanted)
         if lacking is not None and count(lacking) < cheapest:
@@ -332,6 +374,7 @@ class IncomingReplicas:
         """Wait for a piece, verify and seal it; after damage take space for the second try, of which there is one."""
         assert item.replica is not None and item.manifest is not None
         item.arrived()
+        # Nobody has changed the reply since the first try.
         is_second = item.reply == Reply.DAMAGED
         try:
             if item.reply is Reply.FOLLOWS:
@@ -342,6 +385,7 @@ class IncomingReplicas:
             item.replica.seal()
             item.replica, item.reply = None, Reply.SEALED
         except UnreadableCheckpoint as error:
+            # After an error a writer can only be abandoned: the second try gets one of its own.
             item.abandon()
             item.reply = Reply.DAMAGED
             if is_second:
@@ -366,7 +410,13 @@ def count(ranges: Ranges) -> int:
 
 
 def chunks(start: int, end: int, chunk_bytes: int | None) -> Ranges:
-    """A range in messages, of which both sides know the same sizes."""
+    """A range in messages, of which both sides know the same sizes.
+
+    Args:
+        start: Its first byte.
+        end: The byte past its last.
+        chunk_bytes: The most that a message has; None: the range is one message.
+    """
     if chunk_bytes is None:
         return ((start, end),)
     return tuple((at, min(at + chunk_bytes, end)) for at in range(start, end, chunk_bytes))

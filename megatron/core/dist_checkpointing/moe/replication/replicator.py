@@ -56,13 +56,21 @@ class Replicator:
         return None if self._sends is None else self._sends.moving_s
 
     def exchange(self, iteration: int, offers: Sequence[Offer] | None, receiver: ReplicaReceiver) -> Exchange:
-        """One round: every rank calls it for the same iterations in the same order, None for having nothing to give.
+        """One round: every rank calls it for the same iterations in the same order.
 
         Blocks until all pairs of this rank are through; raw bytes go straight from and to the given memory. A piece
-        that arrives damaged is sent once more. Raises PeerLost when a rank is lost, silent for the transport's timeout
-        (which also limits how long a peer may be busy receiving and sealing its replicas), or in another round. After
-        an exception nothing that was received in this round is kept unless it was sealed already, nothing here refers
-        to the memory of offers and replicas, and the transport must be renewed.
+        that arrives damaged is sent once more. After an exception nothing that was received in this round is kept
+        unless it was sealed already, nothing here refers to the memory of offers and replicas, and the transport must
+        be renewed.
+
+        Args:
+            iteration: Of the snapshots.
+            offers: The pieces of this rank, of which peers seal the last one last; None: it has nothing to give.
+            receiver: Keeps the pieces of this rank's owners.
+
+        Raises:
+            PeerLost: A rank is lost, silent for the transport's timeout (which also limits how long a peer may be busy
+                receiving and sealing its replicas), or in another round.
         """
         round_ = ReplicationRound(self._transport, iteration, receiver, offers, self._peers, self._owners, self._sends)
         del offers  # a kept traceback must not pin snapshots
@@ -70,8 +78,9 @@ class Replicator:
             round_.announce()
             round_.answer()
             round_.move()
+            # Also where nothing was damaged here: this rank's peers and owners may have something to send again.
             round_.move()
             return round_.outcome()
-        except BaseException:
+        except BaseException:  # also one that was raised in this thread from outside: no memory may stay referred to
             round_.give_up()
             raise

@@ -109,6 +109,7 @@ class ReplicationRound:
             [ReplicaPiece(one.name, one.manifest, one.raw.nbytes, one.step.nbytes) for one in self._offers]
         )
         header = encode_header(self._iteration, len(self._offers) if self._has_offers else None, table)
+        # In two messages: whoever receives one has to know its size, and the header says that of the table.
         found = self._swap(dict.fromkeys(self._replies, header), dict.fromkeys(self._incoming.owners, HEADER_BYTES))
         headers = {owner: self._header(owner, data) for owner, data in found.items()}
         sizes = {owner: header.table_bytes for owner, header in headers.items()}
@@ -125,6 +126,7 @@ class ReplicationRound:
             with self._understanding(peer):
                 self._replies[peer], counts[peer] = decode_answers(data)
             self._note_unfollowed(peer, Reply.WANTED, "it does not have the state before")
+        # Only where there are any, which both sides know from the counts.
         ranges = {owner: ranges for owner, (_, ranges) in answers.items() if ranges}
         sizes = {peer: RANGE_BYTES * sum(found) for peer, found in counts.items() if any(found)}
         for peer, data in self._swap(ranges, sizes).items():
@@ -135,6 +137,7 @@ class ReplicationRound:
     def move(self) -> None:
         """Raw bytes of what is wanted go to peers, which verify, seal and acknowledge; the second time what arrived
         damaged."""
+        # Fixed here: receipts overwrite the replies below.
         due = {
             peer: [at for at, reply in enumerate(replies) if reply in _TO_SEND]
             for peer, replies in self._replies.items()
@@ -147,9 +150,12 @@ class ReplicationRound:
         for peer, wanted in due.items():
             for at in wanted:
                 self._give(peer, at, pace)
+        # Messages between two ranks have no names, but keep their order. Both sides put receipts behind the bytes, so
+        # that two ranks which keep each other's replicas take neither for the other.
         receipts = {peer: bytearray(len(wanted)) for peer, wanted in due.items()}
         for peer, receipt in receipts.items():
             self._receive(peer, receipt)
+        # Waits for the bytes of one owner, verifies and seals them; what this rank sends moves meanwhile.
         for owner in self._incoming.owners:
             self._send(owner, bytes(self._incoming.taken(owner)))
         self._finish()
@@ -199,6 +205,7 @@ class ReplicationRound:
                 if pace is not None:
                     pace.take(end - start)
                 self._send(peer, (self._offers[at].step if reply is Reply.FOLLOWS else self._offers[at].raw)[start:end])
+                # One chunk under way at a time, so that training's own traffic gets in between.
                 if pace is not None:
                     self._under_way[-1].wait()
                     pace.moved(end - start)

@@ -50,10 +50,27 @@ class Pairs(Protocol):
     """A backend's process groups of two ranks: rank 0 sends, rank 1 receives."""
 
     def group(self, store: Store, rank: int, timeout_s: float) -> Any:
-        """Connect with the other rank. Raises RuntimeError."""
+        """Connect with the other rank.
+
+        Args:
+            store: Which only these two use.
+            rank: 0 on the side that sends, 1 on the one that receives.
+            timeout_s: Longest wait for the other.
+
+        Raises:
+            RuntimeError: It did not come.
+        """
 
     def finish(self, work: Any, check: Callable[[], None]) -> None:
-        """Wait for a send or receive. Raises RuntimeError, and what `check` raises where the peer has gone."""
+        """Wait for a send or receive.
+
+        Args:
+            work: What the group gave for it.
+            check: Raises where the peer has gone.
+
+        Raises:
+            RuntimeError: It failed.
+        """
 
 
 class GlooPairs:
@@ -63,12 +80,15 @@ class GlooPairs:
         self._address = address
 
     def group(self, store: Store, rank: int, timeout_s: float) -> Any:
+        """As `Pairs.group`."""
         options = ProcessGroupGloo._Options()
+        # One thread: a direction moves one chunk at a time.
         options._timeout, options._threads = timedelta(seconds=timeout_s), 1
         options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
         return ProcessGroupGloo(store, rank, 2, options)
 
     def finish(self, work: Any, check: Callable[[], None]) -> None:
+        """As `Pairs.finish`."""
         work.wait()  # gloo hears of a lost peer by itself, and has no other way to ask
 
 
@@ -76,13 +96,16 @@ class NcclPairs:
     """On GPUs."""
 
     def group(self, store: Store, rank: int, timeout_s: float) -> Any:
+        """As `Pairs.group`."""
         backend = torch.distributed.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = timedelta(seconds=timeout_s)
+        # Each of these blocks takes one multiprocessor from training's kernels for as long as a chunk is under way.
         options.config.max_ctas = _MOST_CTAS
         return backend(store, rank, 2, options)
 
     def finish(self, work: Any, check: Callable[[], None]) -> None:
+        """As `Pairs.finish`."""
         # Not `wait`: that would have the stream wait on the device.
         pause_s = _SHORTEST_POLL_S
         while not work.is_completed():
@@ -97,17 +120,32 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._buffers = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8, device=device)
         on_gpu = device.type == "cuda"
+        # The range begins with the lowest priority: training's kernels go first.
         self._stream = torch.cuda.Stream(device, priority=torch.cuda.Stream.priority_range()[0]) if on_gpu else None
 
     def buffer(self, at: int, nbytes: int) -> torch.Tensor:
-        """The first bytes of the buffers in turn."""
+        """The first bytes of one of the two buffers.
+
+        Args:
+            at: The number of the chunk: even ones get the one, odd ones the other.
+            nbytes: Of the chunk.
+
+        Returns:
+            A view of uint8 on the device.
+        """
         return self._buffers[at % 2, :nbytes]
 
     def copied(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, and return when it is over."""
+        """Copy, and return when it is over.
+
+        Args:
+            to: A part of a buffer, or host memory; flat uint8.
+            source: The other of these, of the same size.
+        """
         with self.launching():
             to.copy_(source, non_blocking=True)
             if self._stream is not None:
+                # An event that blocks lets this thread sleep; else it would spin on a core that training wants.
                 event = torch.cuda.Event(blocking=True)
                 event.record(self._stream)
                 event.synchronize()
@@ -142,11 +180,13 @@ class BulkWay:
         self._chunks = 0
 
     def send(self, connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
-        """A `connections.Mover`: the side that has the bytes."""
+        """As `connections.Mover`, on the side that has the bytes."""
         under_way = None
         for at, part in self._parts(memory):
             buffer = self._buffer(at, len(part))
+            # To one buffer, while the chunk in the other is under way.
             self._copied(buffer, as_tensor(part))
+            # Over before the next is launched: nothing on the device may wait for something else there.
             if under_way is not None:
                 self._finish(under_way, connection)
                 moved()
@@ -160,7 +200,7 @@ class BulkWay:
             moved()
 
     def receive(self, connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
-        """A `connections.Mover`: the side that gets them."""
+        """As `connections.Mover`, on the side that gets them."""
         arrived: tuple[torch.Tensor, torch.Tensor] | None = None
         for at, part in self._parts(memory):
             buffer = self._buffer(at, len(part))
@@ -169,6 +209,7 @@ class BulkWay:
                 _hear(connection)
                 self._connect(1)
             under_way = self.launch("recv", 0, buffer, at)
+            # The chunk before goes to host memory while this one arrives in the other buffer.
             if arrived is not None:
                 self._copied(*arrived)
             self._finish(under_way, connection)
@@ -185,6 +226,7 @@ class BulkWay:
                 group.abort()
 
     def _parts(self, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        # Chunks are numbered over all messages, alike on both sides.
         for begin in range(0, len(memory), CHUNK_BYTES):
             yield self._chunks, memory[begin : begin + CHUNK_BYTES]
             self._chunks += 1
@@ -202,7 +244,17 @@ class BulkWay:
         self._group = self._pairs.group(self._store(), own, self._timeout_s)
 
     def launch(self, call: str, other: int, buffer: torch.Tensor, tag: int) -> Any:
-        """Begin to send, or to receive, one chunk."""
+        """Begin to send, or to receive, one chunk.
+
+        Args:
+            call: "send" or "recv".
+            other: The rank of the other side within the pair.
+            buffer: On the device.
+            tag: The number of the chunk.
+
+        Returns:
+            What `Pairs.finish` waits for.
+        """
         assert self._staging is not None
         with self._staging.launching():
             return getattr(self._group, call)([buffer], other, tag)
@@ -245,6 +297,7 @@ class StagedTransport(TcpTransport):
         super().__init__(store, rank, world_size, name, timeout_s, address=address)
 
     def lane(self, other: int, nbytes: int, *, is_send: bool) -> MessageLane:
+        """As `TcpTransport.lane`."""
         if nbytes < LEAST_BYTES:
             return super().lane(other, nbytes, is_send=is_send)
         return self._lanes.get((other, BULK, is_send)) or self._bulk_lane(other, is_send=is_send)
@@ -255,6 +308,7 @@ class StagedTransport(TcpTransport):
         way = (self.rank, other) if is_send else (other, self.rank)
         # Both sides are in the same renewal, whose number is in this name.
         place = f"{self._name}-bulk-{self.number}-{way[0]}-{way[1]}"
+        # The store is cloned: making a group waits for keys, and would hold up all others on one connection.
         direction = BulkWay(
             self._pairs,
             lambda: PrefixStore(place, root.clone()),
@@ -269,7 +323,16 @@ class StagedTransport(TcpTransport):
 def of_training(
     store: Store, rank: int, world_size: int, name: str, timeout_s: float, *, address: str
 ) -> StagedTransport:
-    """With the backend of training, and staged where that wants it."""
+    """A transport with the backend of training, staged where that wants it.
+
+    Args:
+        store: As of `TcpTransport`.
+        rank: This rank.
+        world_size: Number of ranks.
+        name: As of `TcpTransport`.
+        timeout_s: As of `TcpTransport`.
+        address: Of this rank's interface.
+    """
     if "nccl" not in torch.distributed.get_backend():
         return StagedTransport(store, rank, world_size, name, timeout_s, address=address)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -55,12 +55,14 @@ class _Transfer:
         """As `ports.Transfer.wait`; the timeout is that of a chunk."""
         message, timeout_s, begun_s = self._message, self._transport.timeout_s, time.monotonic()
         left_s = timeout_s
+        # Counted from when something moved last: a long message may take long, but must not stand still.
         while self._lane is not None and not message.ended.wait(max(0.0, left_s)):
             left_s = max(begun_s, self._lane.moved_s) + timeout_s - time.monotonic()
             if left_s <= 0:
                 raise self._transport.broken(self._what, "nothing moved")
         if message.through:
             return
+        # Renewed meanwhile: the new connections are whole, and must not be ended for a message of the old ones.
         if self._lane is None or self._connections is not self._transport.connections:
             self._transport.refuse(self._what)
         assert self._connections is not None
@@ -123,6 +125,7 @@ class TcpTransport:
         return self.least_and_total((), values)[1]
 
     def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `ports.Transport.least_and_total`."""
         end = 1 + len(values)
 
         def combine(own: bytes, others: bytes) -> bytes:
@@ -130,6 +133,7 @@ class TcpTransport:
             more: np.ndarray = np.frombuffer(others, np.int64)
             if (len(numbers), numbers[0]) != (len(more), more[0]):
                 raise ValueError(f"{len(numbers) - 1} and {len(more) - 1} numbers")
+            # The first number is the same on both sides, so the minimum keeps it for the next step up the tree.
             return b"".join(
                 [np.minimum(numbers[:end], more[:end]).tobytes(), np.add(numbers[end:], more[end:]).tobytes()]
             )
@@ -162,6 +166,7 @@ class TcpTransport:
         """
         # First of all: a rank that still waits for this one must see the old connections close, not its own timeout.
         self._drop("the transport is being renewed")
+        # It listens before all meet: whoever has met all may dial at once.
         try:
             connections = Connections(self.rank, self.address)
         except OSError as error:
@@ -176,6 +181,7 @@ class TcpTransport:
             self._why = str(error)
             raise PeerLost(str(error)) from None
         self.connections = connections
+        # Threads refer to the connections, not to this object: dropped without `close` it still ends them.
         self._ending = weakref.finalize(self, connections.end, "the transport is gone")
 
     def close(self) -> None:
@@ -187,13 +193,27 @@ class TcpTransport:
         raise PeerLost(f"rank {self.rank} cannot {what} before connections are renewed: {self._why}")
 
     def broken(self, what: str, why: str) -> PeerLost:
-        """The error to raise after a failure; all transfers are void and the other ranks see closed connections."""
+        """End all connections after a failure: transfers are void, and the other ranks see closed connections.
+
+        Args:
+            what: This rank failed to do.
+            why: It failed.
+
+        Returns:
+            The error to raise.
+        """
         sentence = f"rank {self.rank} failed to {what} (timeout {self.timeout_s:g} s): {why}"
         self._drop(sentence)
         return PeerLost(sentence)
 
     def lane(self, other: int, nbytes: int, *, is_send: bool) -> MessageLane:
-        """What moves a message of so many bytes; the same on both sides."""
+        """The lane that moves a message; the same on both sides.
+
+        Args:
+            other: The rank at the other end.
+            nbytes: Of the message.
+            is_send: Whether it goes to that rank, and not here.
+        """
         move = send_over if is_send else receive_over
         return self._lanes.get((other, MESSAGES, is_send)) or self._lane(other, MESSAGES, move, is_send=is_send)
 
@@ -212,6 +232,7 @@ class TcpTransport:
         if connections is not None:
             self._ending.detach()
             connections.end(why)
+            # After this no thread refers to the memory of a message, so its owner may use it for something else.
             connections.join()
 
     def _transfer(self, what: str, other: int, data: memoryview, *, is_send: bool) -> _Transfer:
@@ -221,6 +242,7 @@ class TcpTransport:
             raise UsageError(f"a message of {data.nbytes} bytes is not contiguous")
         if other == self.rank or not 0 <= other < self.world_size:
             raise UsageError(f"rank {self.rank} cannot {what} in a world of {self.world_size} ranks")
+        # A view without elements cannot be cast; both sides know that there is nothing to move.
         memory = data.cast("B") if data.nbytes else memoryview(b"")
         is_moved = data.nbytes and self.connections is not None
         lane = self.lane(other, data.nbytes, is_send=is_send) if is_moved else None
@@ -236,6 +258,7 @@ class TcpTransport:
                 if self.rank + step < self.world_size:
                     value = combine(value, self._heard(self.rank + step))
                 step *= 2
+            # `step` is now the lowest bit of this rank, without which its number is that of its parent.
             if self.rank:
                 self._tell(self.rank - step, value)
                 value = self._heard(self.rank - step)
@@ -249,6 +272,7 @@ class TcpTransport:
         return value
 
     def _tell(self, to: int, value: bytes) -> None:
+        # Whoever receives a message has to know its size: a frame has a fixed one, and says that of the rest.
         frame, rest = value[:_FRAME_BYTES], value[_FRAME_BYTES:]
         frame = _SIZE.pack(len(value)) + frame.ljust(_FRAME_BYTES, b"\0")
         for transfer in [self.send(to, part) for part in (frame, rest)]:
