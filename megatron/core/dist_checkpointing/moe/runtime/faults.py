@@ -57,7 +57,15 @@ def parse_fault(text: str) -> FaultPoint:
 
 
 def check_fault_ranks(points: Collection[FaultPoint], world_size: int) -> None:
-    """Raise UsageError if a point names a rank that a job of `world_size` processes does not have."""
+    """Refuse points of ranks that the job does not have.
+
+    Args:
+        points: Where to strike, of all ranks.
+        world_size: Number of ranks.
+
+    Raises:
+        UsageError: Names the point.
+    """
     for point in points:
         if point.rank >= world_size:
             raise UsageError(f"fault {point} names rank {point.rank}, but the ranks are 0 to {world_size - 1}")
@@ -98,13 +106,19 @@ class FaultInjector:
                 raise _unrecordable(ledger_dir, error) from error
 
     def reached(self, iteration: int, phase: Phase) -> None:
-        """Training is at `phase` of `iteration`; does not return if a fault is due here.
+        """Training has come to a point; does not return if a fault is due here.
 
-        Raises MoECheckpointError, without striking, if the point cannot be recorded.
+        Args:
+            iteration: In which it is, from 1.
+            phase: Of that iteration.
+
+        Raises:
+            MoECheckpointError: The point cannot be recorded; then it does not strike.
         """
         point = FaultPoint(self._rank, iteration, phase)
         if point not in self._waiting:
             return
+        # Without a ledger this alone keeps it from striking twice in this process.
         self._waiting.discard(point)
         if self._ledger_dir is None or _record(self._ledger_dir, point):
             self._kill()
@@ -127,10 +141,12 @@ def _record(ledger_dir: Path, point: FaultPoint) -> bool:
     """Record `point` durably; False if it was recorded before."""
     path = ledger_dir / f"fired-{point.rank}-{point.iteration}-{point.phase.value}"
     try:
+        # "x": whoever makes the file strikes, and nobody after it.
         with path.open("x") as file:
             file.write(f"{point}\n")
             file.flush()
             os.fsync(file.fileno())
+        # The file's name is synced apart from its content: without it a node that goes down here would strike again.
         sync_folder(ledger_dir)
     except FileExistsError:
         return False

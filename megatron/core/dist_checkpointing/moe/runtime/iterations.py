@@ -113,6 +113,7 @@ class Iterations:
         to be set by then.
         """
         if self._is_active and not self._began:
+            # Off first: what the session hangs on the optimizer for a replay has to lie below the hook of this class.
             self.detach()
             self._session.begin(self._trainer.iteration)
             self._began = True
@@ -151,6 +152,7 @@ class Iterations:
         except BaseException:
             forget_auxiliary_losses()  # of half an iteration
             raise
+        # Only here: where the passes raised, gradients may be reduced in part.
         self._session.reduced()
 
     def step_done(self) -> None:
@@ -162,6 +164,8 @@ class Iterations:
             return
         iteration = self._trainer.iteration + 1
         self._follow(LoopCall.STEP_DONE, iteration)
+        # Counted before the block of the step ends, which may raise the loss of a peer that it has held back: by then
+        # the state of this rank is whole.
         self._trainer.iteration, self._in_step = iteration, False
         self._stepping.close()
         self._session.whole(iteration, self.journal)
@@ -183,7 +187,9 @@ class Iterations:
             ReplayDiverged: A replayed iteration came out otherwise than recorded: leave, so that the next start of the
                 job takes another way back.
         """
+        # Read here: the last replayed iteration ends the replay below.
         session, was_replaying, report = self._session, self._session.is_replaying, None
+        # Before anything else: where another job has taken the folders over, this one may not write there any more.
         if session.leases is not None:
             session.leases.check()
         if not self._is_active:
@@ -237,7 +243,9 @@ class Iterations:
     def leave(self, error: BaseException, interrupted: Cause | None = None) -> None:
         """Training ends here with an error: let the other ranks know at once, and put aside what is whole.
 
-        interrupted: why connections were given up before, if they were: then nobody is to blame for what failed.
+        Args:
+            error: What ended it.
+            interrupted: Why connections were given up before, if they were: then nobody is to blame for what failed.
         """
         self.detach()
         with contextlib.suppress(Exception):  # what the step held back says no more than `error`
@@ -250,6 +258,7 @@ class Iterations:
             cause = Cause.TOLD_TO_END
         else:
             cause = Cause.PEER_LOST if is_lost_peer(error) else Cause.OWN_ERROR
+        # Before this rank parks, which takes a while: ranks that wait for it in a collective fail at once.
         close_connections()
         self._session.failure(cause)
 
@@ -272,14 +281,17 @@ class Iterations:
             self._reached(Phase.START)
         self._follow(LoopCall.STEP, iteration)
         self._reached(Phase.FORWARD_BACKWARD)
+        # This hook goes first, and then the copies of the last snapshot end: only after that the step may begin.
         self.detach()
         self.stall_s = self._session.before_optimizer()
         self._stepping.enter_context(self._session.stepping(iteration, self.loss, self._num_tokens))
         try:
             outcome = self._optimizer.step(*arguments, **options)
         except BaseException:
+            # Not `close`, with which the block of the step would take this for a good end.
             self._stepping.__exit__(*sys.exc_info())
             raise
+        # Until `step_done`: what was updated and what the loop has counted are of different iterations.
         self._in_step = True
         updated, norm, _ = outcome
         self.journal = StepJournal(None if norm is None else float(norm), not updated, self.loss, self._num_tokens)
@@ -300,6 +312,7 @@ class Iterations:
 
         def noting(chunks: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
             finalize(chunks, num_tokens, **options)
+            # Waits for the device. Core gives a number only where gradients are divided by it.
             self._num_tokens = None if num_tokens is None else int(num_tokens.item())
 
         with replaced(self._transformer, finalize_model_grads_func=noting):

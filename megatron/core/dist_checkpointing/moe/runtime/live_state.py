@@ -89,10 +89,12 @@ class LiveState:
     def refresh(self) -> None:
         """Enumerate it anew, as is needed after a checkpoint was loaded in another way."""
         chunks, optimizer, trainer = self._training.chunks, self._training.optimizer, self._training.trainer
+        # First: optimizers make their moments in the first step, and before that there is nothing to enumerate.
         allocate_optimizer_state(optimizer)
         allocate_quantization_state(chunks)
         tensors = every = state_tensors(chunks, optimizer, self._topology)
         check_complete(chunks, optimizer, tensors, quantization_tensors(chunks))
+        # Made once: an engine has a thread or streams, and locked pages that take long to lock again.
         if self._engine is None:
             self.on_device = any(state.tensor.is_cuda for state in tensors)
             self._locks = PageLocks() if self.on_device else None
@@ -153,6 +155,7 @@ class LiveState:
 
     def close(self) -> None:
         """Copy nothing any more; the memory that snapshots were copied to may go away."""
+        # Pages are unlocked before somebody unmaps them: CUDA knows them by address only.
         if self._engine is not None:
             self._engine.release()
             self._engine.close()

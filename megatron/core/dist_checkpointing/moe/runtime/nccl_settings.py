@@ -36,19 +36,27 @@ _FROM_AGENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 def set_for_parking(backend: str, environment: MutableMapping[str, str] | None = None) -> None:
     """Set what nobody has set otherwise; before process groups are made, and only for NCCL.
 
-    environment: of this process, if not given.
+    Args:
+        backend: Of the process groups.
+        environment: Is changed; that of this process if not given.
     """
     if "nccl" not in backend:
         return
     environment = os.environ if environment is None else environment
     is_worker = "TORCHELASTIC_RUN_ID" in environment
+    # Other values are somebody's wish and stay; `wrong_settings` says what they cost.
     for name, (value, _) in SETTINGS.items():
         if name not in environment or (is_worker and environment[name] == _FROM_AGENT.get(name)):
             environment[name] = value
 
 
 def wrong_settings(environment: Mapping[str, str] | None = None, backend: str | None = None) -> Iterator[str]:
-    """A sentence for each variable with which no rank parks under NCCL; none for other backends."""
+    """A sentence for each variable with which no rank parks under NCCL; none for other backends.
+
+    Args:
+        environment: Is read; that of this process if not given.
+        backend: Of the process groups; that of the default group if not given.
+    """
     if "nccl" not in (process_group_backend() if backend is None else backend):
         return
     environment = os.environ if environment is None else environment
@@ -80,7 +88,14 @@ def device_of(chunk: torch.nn.Module) -> str:
 
 
 def device_settings(chunk: torch.nn.Module, transformer: Any, ranks: int) -> DeviceSettings:
-    """Those of a job with this model; transformer: the configuration that its modules share."""
+    """The settings of a job with this model.
+
+    Args:
+        chunk: A model chunk of this rank.
+        transformer: The configuration that its modules share.
+        ranks: Number of ranks.
+    """
+    # Algorithms that only warn are not deterministic.
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return DeviceSettings(
         device_of(chunk),

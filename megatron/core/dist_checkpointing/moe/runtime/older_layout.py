@@ -56,9 +56,10 @@ class OlderLayout:
         waits_s = config.timeout_s
         self._memory, self._target = memory, 0
         self._surviving = SurvivingMemory(memory, memory.directory, place.node, is_older, transport, address, waits_s)
+        # Taken once: what comes to this slot from here on is of this job's layout.
         self._own = frozenset(row.snapshot for row in self._surviving.own)
         self._storage = persistent
-        if self._surviving.is_empty:
+        if self._surviving.is_empty:  # the same on all ranks
             return
         if self._storage is None:
             inexact = config.reshard == "inexact"
@@ -102,6 +103,7 @@ class OlderLayout:
     def restored(self, target: int) -> None:
         """All ranks have restored the state after iteration `target`: nothing is read any more, and what is newer than
         that, which did not suffice, is freed."""
+        # All have restored, so no other rank asks this one for records any more.
         self.close()
         self._target = target
         self._free(frozenset(snapshot for snapshot in self._own if snapshot.iteration > target))
@@ -123,6 +125,7 @@ class OlderLayout:
         self._surviving.close()
 
     def _free(self, gone: frozenset[SnapshotId]) -> None:
+        # Also what cannot be freed counts as gone: it is not tried again.
         self._own -= gone
         try:
             for snapshot in gone:

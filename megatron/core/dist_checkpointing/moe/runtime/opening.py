@@ -46,9 +46,20 @@ class Introduction(NamedTuple):
 
 
 def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> Introduction:
-    """A collective through the store. Raises UsageError on all ranks alike, PeerLost."""
+    """What all ranks tell each other through the store; a collective.
+
+    Args:
+        store: In which all ranks find each other.
+        config: The settings.
+        place: Where this process runs.
+
+    Raises:
+        UsageError: A rank has a problem, or ranks contradict each other; on all ranks alike.
+        PeerLost: A rank did not come.
+    """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own: dict[str, Json]
+    # A problem of this rank goes to all of them, which wait in the gather below, and is raised on all.
     try:
         own = {
             "secret": _take_secret(config),
@@ -80,6 +91,7 @@ def _take_secret(config: MoECheckpointConfig) -> str:
     """Seal with the job's secret from here on; a fingerprint of it, empty without one. Raises UsageError."""
     secret = read_secret(config.secret_file)
     use_secret(secret)
+    # Never the secret itself: the store is open to whoever reaches it.
     return "" if secret is None else signed(secret, b"moe-ckpt fingerprint of a job's secret")
 
 
@@ -88,6 +100,10 @@ def own_connection(store: torch.distributed.Store, timeout_s: float) -> torch.di
 
     One for the whole session: torch's server (2.13 to 2.15) looks up the name of whoever connects, which can take
     seconds where a name server is slow.
+
+    Args:
+        store: In which all ranks find each other.
+        timeout_s: Longest wait of a call.
     """
     own = store.clone()
     own.set_timeout(timedelta(seconds=timeout_s))
@@ -111,11 +127,21 @@ class Transports(NamedTuple):
     def connected(
         cls, store: torch.distributed.Store, config: MoECheckpointConfig, endpoints: Sequence[Endpoint]
     ) -> Transports:
-        """Between all ranks, which find each other in `store`: that of this attempt, as others' addresses mislead, over
-        a connection of its own (see `own_connection`). Raises PeerLost."""
+        """Between all ranks.
+
+        Args:
+            store: That of this attempt, as others' addresses mislead, over a connection of its own (see
+                `own_connection`).
+            config: The settings.
+            endpoints: Of all ranks.
+
+        Raises:
+            PeerLost: A rank did not come.
+        """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         address, timeout_s, bulk = endpoints[rank].address, config.timeout_s, TRANSPORTS[config.transport]
-        # First, because it says which rank does not answer, and where.
+        # First, because it says which rank does not answer, and where. Each of these waits for all ranks, so all make
+        # them in this order.
         links = PeerLinks(store, rank, world_size, address, timeout_s)
         control = TcpTransport(store, rank, world_size, "moe-ckpt-control", timeout_s, address=address)
         data = bulk(store, rank, world_size, "moe-ckpt-data", timeout_s, address=address)
@@ -127,8 +153,17 @@ class Transports(NamedTuple):
 
 
 def placed_topology(transport: Transport, place: ProcessInfo) -> Topology:
-    """The layout of the running job, with the nodes that its ranks are on. A collective. Raises UsageError."""
+    """The layout of the running job, with the nodes that its ranks are on. A collective.
+
+    Args:
+        transport: To all ranks.
+        place: Where this process runs.
+
+    Raises:
+        UsageError: The layout cannot be protected.
+    """
     nodes = [str(node) for node in transport.gather(place.node)]
+    # Nodes are numbered by their lowest ranks: alike on all ranks, whatever they are called.
     names = list(dict.fromkeys(nodes))
     return replace(read_topology(max(map(nodes.count, names))), nodes=tuple(map(names.index, nodes)))
 
@@ -141,13 +176,24 @@ def open_memories(
     cpus: frozenset[int] = frozenset(),
     layout: Mapping[str, Json] | None = None,
 ) -> dict[str, MemoryStore]:
-    """Memory of this rank by area, near these cores. layout: of this job; what another one left keeps its memory.
+    """Memory of this rank by area; a collective.
 
-    Segments have equal sizes on all ranks: a restart may place any rank anywhere.
+    Segments have equal sizes on all ranks: a restart may place any rank anywhere. Where one rank has not enough, all
+    give back what holds nothing that is needed to come back.
 
-    A collective. Where one rank has not enough, all give back what holds nothing that is needed to come back.
-    Raises UsageError, and NoRoom where there is too little memory, on all ranks alike.
+    Args:
+        config: The settings.
+        place: Where this process runs, with the job's id.
+        segment_bytes: Of each segment, by area.
+        transport: To all ranks.
+        cpus: Cores near which the memory shall lie; none: anywhere.
+        layout: Of this job; what another one left keeps its memory.
+
+    Raises:
+        UsageError: A folder cannot be used; on all ranks alike.
+        NoRoom: There is too little memory; on all ranks alike.
     """
+    # Before anything that may fail on one rank alone: this is a collective, too.
     most = transport.least([-sum(sizes) for sizes in segment_bytes.values()])
     opened: dict[str, MemoryStore] = {}
 
@@ -172,7 +218,12 @@ def open_memories(
 
 
 def parallel_layout(topology: Topology, shard: str) -> dict[str, Any]:
-    """The parallel layout that a snapshot is made in, and who stores what in it; nodes do not matter."""
+    """The parallel layout that a snapshot is made in, and who stores what in it; nodes do not matter.
+
+    Args:
+        topology: Of the job.
+        shard: As `--moe-ckpt-shard` has it.
+    """
     names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
     layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
     return layout if shard == "none" else layout | {"shard": shard}
@@ -227,8 +278,15 @@ class Leases:
 def leases_without_session(config: MoECheckpointConfig, save: str | None, place: ProcessInfo) -> Leases:
     """Of a job without a strategy, where ranks have no connections but those of training. A collective.
 
-    Raises UsageError on all ranks alike.
+    Args:
+        config: The settings.
+        save: Folder that the loop saves checkpoints to.
+        place: Where this process runs.
+
+    Raises:
+        UsageError: Another job has one of the places; on all ranks alike.
     """
+    # Rank 0 may watch a lease of another job for that long, before it takes it over.
     group = _ByStore(config.timeout_s + STALE_S)
     leases = Leases(config, save, place, [str(one) for one in group.gather(place.run)])
     raise_on_all_ranks(group, leases.acquire)
@@ -242,7 +300,7 @@ class _ByStore:
         self._timeout_s, self._asked = timeout_s, 0
 
     def gather(self, value: Json) -> list[Json]:
-        self._asked += 1
+        self._asked += 1  # a name in the store serves one gather only
         ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         name = f"moe-ckpt-leases-{self._asked}"
         return gathered_by_store(_get_default_store(), name, *ranks, value, self._timeout_s)

@@ -118,6 +118,8 @@ class PeerLinks:
                 for left in range(incoming, 0, -1):
                     self._add(*self._caller(callers, address, left))
             finally:
+                # Shuts the listener down, which ends the thread. Who has called since then, or once too often, is
+                # closed after that, when nobody is added any more.
                 self.stop_waiting()
                 thread.join()
                 while (unused := callers.get()) is not None:
@@ -188,12 +190,14 @@ class PeerLinks:
     def forget(self) -> None:
         """Close all links, without a word: other ranks lose this one, unless another process has them too."""
         links, self.sockets = self.sockets, {}
+        # Not `shutdown`, which would end the connections of the parent as well where this is a forked child.
         for connection in links:
             with suppress(OSError):
                 connection.close()
 
     def hang_up(self) -> None:
         """Let others know that this rank is leaving; may be called from another thread than the one that waits."""
+        # Not `close`: the thread that waits still polls these descriptors.
         for connection in list(self.sockets):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -262,6 +266,7 @@ def _open_descriptors() -> Iterable[int]:
 
 def _shut(descriptor: int) -> bool:
     """Whether this was a connected TCP socket."""
+    # A copy, since another thread may close the descriptor meanwhile, and something else may get its number.
     try:
         copy = os.dup(descriptor)
     except OSError as error:
@@ -287,7 +292,7 @@ def _shut_itself(descriptor: int) -> bool:
     except OSError:  # listens, or is gone already
         return False
     finally:
-        connection.detach()
+        connection.detach()  # else this object would close the descriptor, which is its owner's
     return True
 
 

@@ -75,7 +75,9 @@ class ProcessInfo:
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
         node = os.environ.get(NODE_NAME) or socket.gethostname()
         own = launcher()
+        # Of torchrun it is known that a rank is started again only when the one before has ended.
         agent = int(own.partition("-")[0]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        # With its start: the number alone may be that of another process some time later.
         key = (agent, started(agent)) if agent else None
         return cls(int(local_rank), node, _named_job(), own, _patience_s(), key, bool(os.environ.get(NODE_NAME)))
 
@@ -137,7 +139,16 @@ class JobClaim:
 
     @classmethod
     def of(cls, config: MoECheckpointConfig, place: ProcessInfo) -> JobClaim:
-        """What this rank knows."""
+        """What this rank knows.
+
+        Args:
+            config: The settings.
+            place: Where this process runs.
+
+        Raises:
+            UsageError: Others could have filled the memory folders of this node.
+        """
+        # Before anything in there is believed: `job_of_launcher` reads it.
         check_memory(config, place)
         kept = "" if place.job_id else job_of_launcher(memory_folder(config) / place.node)
         return cls(place.job_id, kept, place.job_here)
@@ -155,6 +166,7 @@ def agree_on_job(claims: Sequence[JobClaim]) -> str:
 
     Raises UsageError where ranks were given different names.
     """
+    # From the last rank to the first, so that the lowest rank of each name is left for the message.
     named = {claim.named: rank for rank, claim in reversed(list(enumerate(claims))) if claim.named}
     if len(named) > 1:
         different = ", ".join(f"rank {rank} belongs to job {name!r}" for name, rank in sorted(named.items()))
@@ -176,9 +188,15 @@ def memory_folder(config: MoECheckpointConfig) -> Path:
 def check_memory(config: MoECheckpointConfig, place: ProcessInfo) -> None:
     """Refuse memory folders of this node that are there already and that others could have filled.
 
-    Raises UsageError.
+    Args:
+        config: The settings.
+        place: Where this process runs.
+
+    Raises:
+        UsageError: Names the folder.
     """
     base = memory_folder(config)
+    # Twice: the second call looks at files of the innermost folder only, and ends early where that is not there yet.
     first, *inner = _chain(base, place)
     with refused_as_unusable(base), suppress(FileNotFoundError):
         check_private(first)
@@ -188,8 +206,15 @@ def check_memory(config: MoECheckpointConfig, place: ProcessInfo) -> None:
 def take_over_renamed(config: MoECheckpointConfig, place: ProcessInfo, nodes: Sequence[str]) -> None:
     """Take what this job left in the memory of this machine when that had another name, or say so if a name was given.
 
-    nodes: names of all nodes of the running job. Raises UsageError.
+    Args:
+        config: The settings.
+        place: Where this process runs, with the job's id.
+        nodes: Names of all nodes of the running job.
+
+    Raises:
+        UsageError: Several names have what this job left, or a folder cannot be used.
     """
+    # Said by one rank of the node; taken by the rank that comes first, under a lock.
     if not place.is_named or place.local_rank == 0:
         found = tell_of_memory if place.is_named else take_over_memory
         found(memory_folder(config), place.node, place.job_id, nodes, NODE_NAME)
@@ -203,11 +228,19 @@ def open_memory(
     cpus: frozenset[int] = frozenset(),
     is_foreign: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> MemoryStore:
-    """This process's slot of its node's memory, or one beside it for another purpose; near these cores.
+    """This process's slot of its node's memory, or another area of it.
 
-    is_foreign: of what is there already, whether it belongs to another layout.
+    Args:
+        config: The settings.
+        place: Where this process runs, with the job's id.
+        segment_bytes: Of each segment.
+        area: "slot" for snapshots, "standby" for boundary logs and parked state.
+        cpus: Cores near which the memory shall lie; none: anywhere.
+        is_foreign: Whether a snapshot that lies there already belongs to another layout.
 
-    Raises UsageError for a folder that cannot be used, StoreFailure.
+    Raises:
+        UsageError: A folder cannot be used.
+        StoreFailure: The system refuses.
     """
     base = memory_folder(config)
     if config.memory_dir is None or base.is_dir():
@@ -219,15 +252,26 @@ def open_memory(
 
 
 def slot_of(config: MoECheckpointConfig, place: ProcessInfo) -> Path:
-    """This process's folder for snapshots in its node's memory, there or not."""
+    """This process's folder for snapshots in its node's memory, there or not.
+
+    Args:
+        config: The settings.
+        place: Where this process runs, with the job's id.
+    """
     return slot_directory(memory_folder(config) / place.node, place.job_id, place.local_rank)
 
 
 def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:
-    """What this process's node has for checkpoints."""
+    """What this process's node has for checkpoints.
+
+    Args:
+        config: The settings.
+        place: Where this process runs, with the job's id.
+    """
     folder = memory_folder(config)
     areas = [slot_directory(folder / place.node, place.job_id, place.local_rank, area) for area in ("slot", "standby")]
 
+    # Read from the files, which an earlier attempt may have left: their room is used again.
     def held() -> int:
         return sum(path.stat().st_size for area in areas for path in area.glob("segment-*.bin"))
 
@@ -236,12 +280,18 @@ def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:
 
 
 def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> None:
-    """Give back what an earlier attempt of this process's slot kept in an area that this one does not use."""
+    """Give back what an earlier attempt of this process's slot kept in an area that this one does not use.
+
+    Args:
+        config: The settings.
+        place: Where this process runs, with the job's id.
+        area: As of `open_memory`.
+    """
     node = memory_folder(config) / place.node
     folder = slot_directory(node, place.job_id, place.local_rank, area)
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
+        with suppress(OSError):  # other ranks or areas are in it
             folder.parent.rmdir()
 
 
@@ -251,8 +301,17 @@ def open_persistent(
     layout: Mapping[str, Json],
     live: Callable[[Mapping[str, Json]], LiveLayout],
 ) -> ReshardingStore | None:
-    """The storage of `--moe-ckpt-persist-dir`, which shows what another layout stored as if this one had; None without
-    that flag. live: the state of this rank, for that."""
+    """The storage of `--moe-ckpt-persist-dir`, which shows what another layout stored as if this one had.
+
+    Args:
+        config: The settings.
+        rank: This rank.
+        layout: Of this job, as manifests have it.
+        live: Gives what snapshots of this rank hold in that layout.
+
+    Returns:
+        The storage; None without that flag.
+    """
     if config.persist_dir is None:
         return None
     store = open_durable(config.persist_dir, rank)
@@ -260,7 +319,15 @@ def open_persistent(
 
 
 def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:
-    """Who keeps whose replicas. Raises UsageError for more replicas than there are other ranks."""
+    """Who keeps whose replicas.
+
+    Args:
+        config: The settings.
+        topology: Of the job.
+
+    Raises:
+        UsageError: More replicas are asked for than there are other ranks.
+    """
     replicas = replica_count(config.replicas, topology)
     if config.elastic is not None:  # what fewer ranks can keep
         replicas = min(replicas, topology.world_size - 1)

@@ -99,6 +99,7 @@ class ProtectedSession(Session):
         self.survivor: Survivor | None = None
         self._counter: TokenCounter | None = None
         self._extensions: tuple[Extension, ...] = tuple(kind(self) for kind in asked_for(config))
+        # Where one of these raises, what was opened so far is closed; the last line keeps it open.
         with ExitStack() as opening:
             opening.callback(self._close)
             self._connect()
@@ -146,6 +147,7 @@ class ProtectedSession(Session):
         What cannot be repeated or replayed is refused before it is needed, and before any memory is taken.
         """
         config, training = self.config, self.training
+        # Some of these arguments are collectives: they are evaluated in this order on all ranks.
         self.job = Job(
             config,
             model_operators(training.chunks),
@@ -243,6 +245,7 @@ class ProtectedSession(Session):
     # Before training.
 
     def restore(self, trainer: Any, request: Request) -> None:
+        """As `Session.restore`."""
         self.restart.restore(trainer, request)
 
     def begin(self, iteration: int) -> None:
@@ -275,10 +278,11 @@ class ProtectedSession(Session):
     def _protect(self, iteration: int) -> None:
         """Protect training, which stands after `iteration` on all ranks."""
         outcome = self.restart.outcome
-        self.patient.close()
+        self.patient.close()  # only a recovery needs its threads and sockets
         self._attempt = attempt_name(max(number_of(self._attempt), self.restart.recovery.next_attempt), self._token)
         timeline = continued(outcome.timeline if outcome is not None else (), self._attempt, iteration)
         identity = replace(self._identity, timeline=timeline)
+        # `_began`: from here on memory and leases are left to the next attempt, and not given back, if this one fails.
         self.coordinator, self._began = self._make_coordinator(identity), True
         self._status = StatusBoard(self.memory.store.directory, self._store, self._facts())
         self.held.callback(self._status.close)
@@ -295,6 +299,7 @@ class ProtectedSession(Session):
             self.episode = episode.with_outcome(outcome.table)
             for line in self.episode.lines() if self._rank == 0 else ():
                 log.info("%s", line)
+        # Only now: the timeline was made of what lies there, and a fault before this line still needs it.
         forget(self.memory.store.directory)
 
     def _make_coordinator(self, identity: Identity) -> Coordinator:
@@ -376,9 +381,11 @@ class ProtectedSession(Session):
         return self.coordinator.before_optimizer() if self.coordinator is not None else 0.0
 
     def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+        """As `Session.stepping`."""
         return self.survivor.stepping(iteration, loss, num_tokens) if self.survivor is not None else nullcontext()
 
     def whole(self, iteration: int, journal: StepJournal) -> None:
+        """As `Session.whole`."""
         if self.survivor is not None and not self.is_replaying:
             self.survivor.whole(iteration, journal)
 
@@ -424,6 +431,7 @@ class ProtectedSession(Session):
     def failure(self, cause: Cause) -> None:
         self._timestamps.mark(Milestone.DETECTED)
         self._stop_extensions()
+        # Before anything is parked: that uses the same copy engine, which takes one round of copies at a time.
         if self.coordinator is not None:
             self._status.close()
             self.coordinator.failure()
@@ -466,5 +474,6 @@ class ProtectedSession(Session):
             store.remove()
             with suppress(OSError):  # other processes of the node may still be there
                 (memory_folder(self.config) / self.place.node).rmdir()
+        # Last: until here other ranks may have something to say.
         for transport in (self.control, self.data):
             transport.close()

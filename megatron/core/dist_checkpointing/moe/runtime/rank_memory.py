@@ -63,6 +63,8 @@ class RankMemory:
 
         Where the node has too little the strategy asks for less. Raises UsageError where it cannot, or must not.
         """
+        # Room, sizes and what strategies give up are the same on all ranks, which so make as many turns: each has
+        # collectives.
         room = self.room()
         while True:
             sizes, survivor = self._wanted()
@@ -81,9 +83,10 @@ class RankMemory:
                     shortage = str(error)
             if self._config.strict or not ask_for_less(self._strategy, shortage, speaks=self._rank == 0):
                 raise UsageError(shortage)
-            self._refusals += 1
+            self._refusals += 1  # `fit_strategy` lets another strategy give up as much
         self._memories, self.store = memories, memories["slot"]
         self.survivor = survivor(memories) if survivor else None
+        # For a GPU this begins to lock pages on a thread, while training comes up.
         self._state.prepare_segments([view for memory in memories.values() for view in memory.views()])
         if self._rank == 0:
             log.info("%s", memory_report_of(self.specs, self._job, self._rank, len(self._owners), self.log_bytes()))
@@ -118,6 +121,7 @@ class RankMemory:
 
     def _most(self, sizes: Mapping[str, Sequence[int]]) -> int:
         """The bytes of the rank that takes most."""
+        # Negated, as the transport knows the least only.
         (least,) = self._control.least([-sum(map(taken_bytes, sizes.values()))])
         return -least
 

@@ -255,13 +255,16 @@ class Restart:
         """An iteration was run again. Raises ReplayDiverged when it came out otherwise than recorded."""
         replay = self.replay
         assert replay is not None
+        # Read before `stepped`, which moves the replay on to the next iteration.
         iteration, recorded = replay.iteration, replay.journal
         try:
             replay.stepped(step)
         except ReplayDiverged as error:
+            # Noted in memory before this process ends: the next start reads it, and takes another way.
             self.recovery.note_divergence(iteration, str(error))
             raise
         if self.survivor is not None:
+            # As recorded, since a stage that replays alone computes no norm; only the loss is this rank's own.
             journal = replace(recorded, lm_loss=step.lm_loss)
             self.survivor.replayed(iteration, journal, logged=iteration in replay.unlogged)
         self._feed()
@@ -275,6 +278,7 @@ class Restart:
             self._attend(self._target, StepPhase.REJOINING)
             if problem := self.survivor.park_anew(self.strategy.to_data()):
                 log.warning("rank %d: %s", self.control.rank, problem)
+        # Here all ranks meet, each as soon as it has done its part.
         outcome = self.recovery.finish(self.replay)
         self._todo = None
         self._end(outcome)

@@ -50,6 +50,7 @@ class StatusBoard:
 
     def show(self, report: ProtectionReport) -> None:
         """The newest report of an iteration."""
+        # One reference is set, so the thread reads the one report or the other: no lock is needed.
         self._report = report
         self._news.set()
 
@@ -60,16 +61,17 @@ class StatusBoard:
 
     def _run(self) -> None:
         while self._news.wait() and not self._closed.is_set():
-            self._news.clear()
+            self._news.clear()  # before the report is read: one that comes in between wakes this thread again
             assert self._report is not None
             text = json.dumps(self._facts | facts_of(self._report) | _memory_left(self._folder))
+            # By one rename, so that nobody reads half of it. Not synced: it means nothing once the node is down.
             with suppress(OSError):
                 aside = self._folder / f".{STATUS_FILE}.{os.getpid()}"
                 aside.write_text(text)
                 aside.replace(self._folder / STATUS_FILE)
             with suppress(RuntimeError, OSError):
                 self._publish(text)
-            self._closed.wait(INTERVAL_S)
+            self._closed.wait(INTERVAL_S)  # not `sleep`: `close` ends it
 
     def _publish(self, text: str) -> None:
         if self._store is not None:
@@ -95,6 +97,7 @@ def facts_of(report: ProtectionReport) -> dict[str, Any]:
 
 def readable(store: Store) -> TCPStore | None:
     """The TCPStore at the bottom of this one, in which others can read; None where there is none."""
+    # Whoever asks from outside of the job does not know the prefixes.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None

@@ -28,6 +28,7 @@ class Termination:
         Called by the main thread.
         """
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            # Before the handler is there, which compares it: a signal may come right after.
             self._process = os.getpid()
             signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -52,6 +53,7 @@ class Termination:
             raise Terminated("told to end by SIGTERM; leaving, so that the job can be restarted")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # Only a flag: a handler runs between any two bytecodes, also where a lock is held or a file half written.
         if os.getpid() == self._process:
             self._requested = True
         else:  # a forked helper, such as a reader of data, ends at once
@@ -81,6 +83,7 @@ class SignalBytes:
 
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()
+        # Python's handler in C writes to it, and must not wait where nobody reads.
         for end in (self.reader, self._writer):
             end.setblocking(False)
         self._before: int | None = None

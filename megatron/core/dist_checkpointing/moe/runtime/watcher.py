@@ -99,6 +99,7 @@ class MainThread:
 
     def throw(self, error: type[BaseException] | None) -> None:
         """Have an error raised in it when it next runs Python code; None takes that back."""
+        # Noted in the state of that thread, and raised between two bytecodes: a call into C ends first.
         kind = ctypes.py_object(error) if error is not None else None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), kind)
 
@@ -143,7 +144,9 @@ class Watcher:
         self._is_told, self._hang_up = is_told_by_signal, hang_up
         self._stall_s, self._is_in_iteration = stall_s, is_in_iteration
         self._main, self._signals = MainThread(), SignalBytes()
+        # Held to interrupt the main thread, and to stand down: whoever has left is not interrupted any more.
         self._lock, self._left = threading.Lock(), threading.Event()
+        # Wakes the thread from `poll`; closed in programs that this process starts.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._place, self._since_s = self._main.place, time.monotonic()
         self._thread = device_thread(self._run, "moe-ckpt-watcher")
@@ -161,10 +164,11 @@ class Watcher:
         """
         with self._lock:
             self._left.set()
+            # An error that was set and is not raised yet is taken back; after this block none is set.
             self._main.throw(None)
-        with suppress(OSError):
+        with suppress(OSError):  # closed by `stop` before
             os.eventfd_write(self._wake, 1)
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # it was started
             self._thread.join(LEAVING_S)
 
     def stop(self, *, is_good: bool) -> None:
@@ -173,6 +177,7 @@ class Watcher:
             self.stand_down()
         except (Interrupted, ToldToEnd):  # too late to matter
             self.stand_down()
+        # After the thread has ended, or was waited for: it polls these descriptors.
         self._signals.uninstall()
         self._links.end() if is_good else self._links.forget()
         os.close(self._wake)
@@ -189,10 +194,12 @@ class Watcher:
         """Wait for bad news: a sentence, or an empty one."""
         poll = select.poll()
         readers = {link.fileno(): link for link in self._links.sockets}
+        # RDHUP: the rank at the other end has hung up, though nothing is there to be read.
         for descriptor in (self._wake, self._signals.reader.fileno(), *readers):
             poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
         ready = [descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
         lost = [self._links.lost(readers[descriptor]) for descriptor in ready if descriptor in readers]
+        # Read in any case: bytes that stay would wake `poll` at once, again and again.
         if signal.SIGTERM in self._signals.read() and self._is_told():
             return "told to end by SIGTERM", Cause.TOLD_TO_END
         return next(filter(None, lost), ""), Cause.PEER_LOST
@@ -220,6 +227,7 @@ class Watcher:
     def _interrupt(self, why: str, cause: Cause) -> None:
         where, until_s, is_forced = self._main.where, time.monotonic() + PROTECTED_S, False
         log.warning("rank %d: %s, and the main thread waits in %s: giving up all connections", self._rank, why, where)
+        # Without the lock: the main thread may leave meanwhile, for which it takes the lock.
         while not self._session.interrupt(force=is_forced):
             is_forced = time.monotonic() > until_s
             if is_forced:
@@ -230,9 +238,11 @@ class Watcher:
             if self._left.is_set():
                 return
             self.interrupted = cause
+            # Set before anything is aborted: it is raised before Python code can use what aborted calls leave behind.
             # A step that was cut off goes on to its end, in which it must not be interrupted elsewhere.
             if not is_forced:
                 self._main.throw(ToldToEnd if cause is Cause.TOLD_TO_END else Interrupted)
+        # Links first, which takes no time: to abort communicators may take seconds, and other ranks wait.
         self._links.hang_up()
         self._hang_up()
         if not self._left.wait(LEAVING_S):
