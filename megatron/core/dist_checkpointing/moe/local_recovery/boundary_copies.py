@@ -166,7 +166,11 @@ class BoundaryRecorder:
         self._armed = 0
 
     def arm(self, layout: Layout, writer: MappedWriter) -> None:
-        """Record what is sent from here on into the memory of this writer, which was reserved with this layout.
+        """Record what is sent from here on.
+
+        Args:
+            layout: Of a boundary log, as `LogPlan.layout` gives it.
+            writer: Of the log's memory, reserved with this layout.
 
         Raises:
             UsageError: It is armed already, or the layout is not that of a boundary log.

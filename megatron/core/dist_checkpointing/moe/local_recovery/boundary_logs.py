@@ -47,7 +47,16 @@ class Recorder(Protocol):
     """Copies what is sent in an iteration; see `local_recovery.boundary_copies.BoundaryRecorder`."""
 
     def arm(self, layout: Layout, writer: MappedWriter) -> None:
-        """Record what is sent from here on. Raises TimeoutError, and errors for people."""
+        """Record what is sent from here on.
+
+        Args:
+            layout: Of a boundary log.
+            writer: Of its memory, reserved with this layout.
+
+        Raises:
+            TimeoutError: What was given up before is still being copied.
+            MoECheckpointError: It cannot be recorded.
+        """
 
     def passed(self) -> None:
         """What is sent from here on is none of the iteration."""
@@ -114,7 +123,12 @@ class BoundaryLogs:
         return self._coverage
 
     def begins(self, iteration: int, microbatches: int) -> None:
-        """Record what this rank sends from here on as the log of `iteration`, in place of one that is there."""
+        """Record what this rank sends from here on as the log of `iteration`, in place of one that is there.
+
+        Args:
+            iteration: Whose passes begin.
+            microbatches: How many it has.
+        """
         self.abandon()
         self._harvest()
         try:
@@ -143,8 +157,15 @@ class BoundaryLogs:
     ) -> LogCoverage:
         """The iteration is part of training: seal its log beside training, and free those that no replay needs.
 
-        journal, trainer: the outcome of the iteration and the trainer's scalars after it. oldest_base: the iteration
-        from whose state the earliest replay may start; None while there is none, and then nothing can be missing.
+        Args:
+            iteration: Whose step has ended.
+            journal: How it came out.
+            trainer: The trainer's scalars after it.
+            oldest_base: The iteration from whose state the earliest replay may start; None while there is none, and
+                then nothing can be missing.
+
+        Returns:
+            Whether a neighbour's replay finds all logs of this rank.
         """
         self._harvest()
         if self._recording is not None and self._recording[0] == iteration:

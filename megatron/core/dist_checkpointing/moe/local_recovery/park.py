@@ -127,10 +127,15 @@ class Parker:
         self._noted = _Noted(iteration, ports.trainer.scalars(), ports.trainer.tensors(), ports.moving.copy())
 
     def park(self, decision: Decision, scalars: Mapping[str, Json], timeout_s: float) -> Parked:
-        """Copy and seal what was decided. Never raises: `why` says what cannot be done.
+        """Copy and seal what was decided. Never raises.
 
-        scalars: what the manifest says besides the trainer's own, such as the journal of that iteration.
-        timeout_s: how long to wait for copies. Copies for other snapshots should have ended.
+        Args:
+            decision: Which state is parked, and whether gradients are.
+            scalars: What the manifest says besides the trainer's own, such as the journal of that iteration.
+            timeout_s: How long to wait for copies. Copies for other snapshots should have ended.
+
+        Returns:
+            What was parked; its `why` says what cannot be done.
         """
         until_s, nbytes, parked = self._ports.clock.now_s() + timeout_s, 0, None
         why = "" if decision.iteration is not None else decision.why
@@ -235,7 +240,14 @@ class Parker:
 
 
 def park_sizes(capturer: Capturer, trainer: TrainerState, moving: Moving, gradients: Gradients | None) -> list[int]:
-    """Bytes of the segments for parked state: one for the state, and one for gradients if there are any."""
+    """Bytes of the segments for parked state: one for the state, and one for gradients if there are any.
+
+    Args:
+        capturer: Gives the layout of the state.
+        trainer: Gives the random states.
+        moving: What passes change, which is parked with gradients.
+        gradients: As the optimizer's step needs them; None where they are not parked.
+    """
     layouts = [capturer.layout(full_plan(0, capturer.operators), trainer=True)]
     if gradients is not None:
         layouts.append(_gradients_layout(gradients, moving, trainer.tensors()))

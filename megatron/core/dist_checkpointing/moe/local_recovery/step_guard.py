@@ -72,7 +72,12 @@ class StepGuard:
         self._reduction: Marker | None = None
 
     def stands(self, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
-        """The state after `iteration` is whole: training stands there, or waits there for others (REJOINING)."""
+        """The state after an iteration is whole.
+
+        Args:
+            iteration: The iteration.
+            phase: IDLE where training stands there, REJOINING where it waits there for others.
+        """
         self.phase, self.iteration, self.stepped = phase, iteration, None
 
     def enter(self, phase: StepPhase) -> None:

@@ -71,7 +71,13 @@ class Passes:
     microbatches: int
 
     def log_plan(self, topology: Topology, rank: int, lookback: int) -> LogPlan:
-        """What the boundary logs of this rank hold."""
+        """What the boundary logs of this rank hold.
+
+        Args:
+            topology: Of the job.
+            rank: This rank.
+            lookback: Of how many iterations logs are kept.
+        """
         config, parallel = self.config, bool(self.config.sequence_parallel)
         sizes = self.seq_length, self.micro_batch_size, config.hidden_size
         shape = tensor_shape(topology, *sizes, sequence_parallel=parallel)
@@ -104,7 +110,17 @@ class SurvivorBuffers:
 
     @classmethod
     def gathered(cls, live: Live, plan: LogPlan, passes: Passes, transport: Transport) -> SurvivorBuffers:
-        """Those of the rank that needs most; a collective. Raises PeerLost."""
+        """Those of the rank that needs most; a collective.
+
+        Args:
+            live: The state of this rank.
+            plan: What its boundary logs hold.
+            passes: The shape of an iteration's passes.
+            transport: To all ranks.
+
+        Raises:
+            PeerLost: A rank did not answer.
+        """
         gradients = LiveGradients(live.optimizer, live.stepped, Prepared)
         state = park_sizes(live.capturer, live.trainer, LiveBuffers(live.tensors), gradients)
         own = [*state, plan.layout(passes.microbatches).nbytes]
@@ -175,7 +191,13 @@ class Survivor:
         self.kept: KeptState | None = None
 
     def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
-        """From here on what is kept belongs to this attempt; the rank stands after `iteration`, or replays."""
+        """From here on what is kept belongs to this attempt.
+
+        Args:
+            identity: Of the snapshots of this attempt.
+            iteration: After which the rank stands, or begins to replay.
+            phase: IDLE where it trains, else what it does on the way back.
+        """
         self._identity = identity
         self._logs = self._logs_of(identity)
         self._parker = Parker(self._park_ports(identity))
@@ -193,7 +215,12 @@ class Survivor:
         return BoundaryLogs(self._plan, identity, ports, timeout_s=self._timeout_s)
 
     def passes(self, iteration: int, *, logged: bool = True) -> None:
-        """Before the passes of an iteration; whether what is sent in it is logged."""
+        """Before the passes of an iteration.
+
+        Args:
+            iteration: The iteration.
+            logged: Whether what this rank sends in it is logged.
+        """
         assert self._logs is not None
         if logged:
             self._logs.begins(iteration, self._passes.microbatches)
@@ -216,14 +243,25 @@ class Survivor:
         return self._guard.stepping(iteration)
 
     def whole(self, iteration: int, journal: StepJournal) -> None:
-        """The state after `iteration` is complete; it came out like this."""
+        """The state after an iteration is complete.
+
+        Args:
+            iteration: The iteration.
+            journal: How its step came out.
+        """
         assert self._parker is not None
         self._progress.iteration, self._progress.journal = iteration, journal
         self._parker.note(iteration)
         self._guard.stands(iteration)
 
     def committed(self, iteration: int, journal: StepJournal, oldest_base: int | None) -> None:
-        """All that follows the step of an iteration is done. oldest_base: where the earliest replay may start."""
+        """All that follows the step of an iteration is done.
+
+        Args:
+            iteration: The iteration.
+            journal: How its step came out.
+            oldest_base: The iteration from whose state the earliest replay may start; None while there is none.
+        """
         assert self._parker is not None and self._logs is not None
         self._logs.committed(iteration, journal, self.live.trainer.scalars(), oldest_base)
         self._parker.note(iteration)
@@ -236,7 +274,13 @@ class Survivor:
             log.warning("parked state takes room until it can be freed: %s", error)
 
     def replayed(self, iteration: int, journal: StepJournal, *, logged: bool) -> None:
-        """An iteration was run again, and logged again in place of a log that was lost."""
+        """An iteration was run again.
+
+        Args:
+            iteration: The iteration.
+            journal: How it came out, as recorded.
+            logged: Whether it was logged again, in place of a log that was lost.
+        """
         assert self._logs is not None
         self._progress.iteration, self._progress.journal = iteration, journal
         if logged:
@@ -251,9 +295,11 @@ class Survivor:
         return taken_bytes(self._buffers.sizes(replace(self._plan, lookback=max(logged, self._plan.lookback))))
 
     def fit(self, lookback: int, release: Callable[[], None] = lambda: None) -> None:
-        """Keep the logs of so many iterations from here on, if they are more than before; between two iterations.
+        """Keep the logs of more iterations from here on; between two iterations, while no snapshot is under way.
 
-        release: lets go of the memory for parked state, in other hands; no snapshot may be under way.
+        Args:
+            lookback: Of how many; nothing happens where they are no more than before.
+            release: Lets go of the memory for parked state, in other hands.
         """
         if lookback <= self._plan.lookback or lookback == self._refused or self._identity is None:
             return
@@ -275,7 +321,16 @@ class Survivor:
         self._logs = self._logs_of(self._identity)
 
     def park(self, cause: Cause, strategy: Json, times: Json) -> str:
-        """Put aside what is whole, as far as it is worth it; what is missing, in words. Never raises."""
+        """Put aside what is whole, as far as it is worth it. Never raises.
+
+        Args:
+            cause: Why training was interrupted.
+            strategy: Its state, for the manifest.
+            times: What this process passed so far, for the manifest.
+
+        Returns:
+            The parts that are missing, in words; empty where none is.
+        """
         if self._parker is None or self._logs is None:
             return "nothing was parked: training had not begun"
         decision, progress = self._guard.decide(cause), self._progress
