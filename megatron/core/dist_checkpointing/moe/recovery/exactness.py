@@ -48,8 +48,17 @@ class Exactness:
 def exactness(
     plan: RecoveryPlan, topology: Topology, tolerance: float, compared: Sequence[ComparedIterations]
 ) -> Exactness:
-    """From what each rank compared. Stages that pass their tensors on to each other are judged together: a loss, or
-    what the last of them sends, depends on the weights of all."""
+    """How exactly a recovery led back to the state, from what each rank compared.
+
+    Stages that pass their tensors on to each other are judged together: a loss, or what the last of them sends,
+    depends on the weights of all.
+
+    Args:
+        plan: What was carried out.
+        topology: Of the job.
+        tolerance: By which share losses were allowed to differ.
+        compared: By rank, what each replayed iteration was compared by.
+    """
     replayed = [segment for segment in plan.segments if segment.replayed]
     unverified = [one for segment in replayed for one in _unverified(segment, topology, compared)]
     return Exactness(tolerance if replayed else 0.0, tuple(unverified))
@@ -141,11 +150,21 @@ class Divergence(msgspec.Struct, frozen=True):
         return f"the replay of {who} from iteration {self.first} to {self.target} diverged: {self.why}"
 
     def used(self, iteration: int, led: Lineage) -> bool:
-        """Whether it was made from snapshots of `iteration` that this timeline led to."""
+        """Whether it was made from certain snapshots.
+
+        Args:
+            iteration: Of the snapshots.
+            led: The timeline that led to them.
+        """
         return self.first <= iteration <= self.last and past(led, iteration) == past(self.timeline, iteration)
 
     def is_of(self, target: int, led: Lineage) -> bool:
-        """Whether it was to lead to this state."""
+        """Whether it was to lead to a certain state.
+
+        Args:
+            target: The iteration of the state.
+            led: The timeline that led to it.
+        """
         return target == self.target and past(led, target) == past(self.timeline, target)
 
 

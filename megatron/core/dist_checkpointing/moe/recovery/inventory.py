@@ -144,7 +144,15 @@ def rank_inventory(
     diverged: Iterable[Divergence] = (),
     older: Iterable[Lineage] = (),
 ) -> Json:
-    """A `RankInventory` as JSON values. older: timelines of which the rows do not tell."""
+    """A `RankInventory` as JSON values.
+
+    Args:
+        node: On which the rank runs.
+        operators: Of which it owns a part.
+        rows: What it found.
+        diverged: Replays that diverged before, as it has noted them.
+        older: Timelines of which the rows do not tell.
+    """
     rows = tuple(rows)
     attempt = largest_number((*(row.timeline for row in rows), *older))
     ids = tuple((operator.layer, operator.kind.value, operator.expert) for operator in sorted(operators))
@@ -248,7 +256,12 @@ class Catalogue:
         return self._where(lambda found: bool(found.why) or is_past(found.timeline, found.snapshot.iteration, timeline))
 
     def without_strangers(self, job: str, takes_over: Callable[[str], bool]) -> Catalogue:
-        """The same, where what other jobs stored is of no use, unless this one has come from there or asks for it."""
+        """The same, where what other jobs stored is of no use, unless this one has come from there or asks for it.
+
+        Args:
+            job: Id of this job.
+            takes_over: Whether it asks for a job of this id.
+        """
         own = {found.timeline for found in self.found if not found.why and found.job == job}
 
         def judged(found: Found) -> Found:
@@ -272,7 +285,12 @@ class Catalogue:
         return self._where(lambda found: found.place not in damaged)
 
     def diverged_alone(self, target: int, timeline: Lineage) -> Divergence | None:
-        """A replay of single stages that was to lead to this state, and diverged."""
+        """A replay of single stages that was to lead to a certain state, and diverged; None where there is none.
+
+        Args:
+            target: The iteration of the state.
+            timeline: That led to it.
+        """
         return next((one for one in self.diverged if one.alone and one.is_of(target, timeline)), None)
 
     def without_standby(self) -> Catalogue:
@@ -302,7 +320,12 @@ class Catalogue:
         )
 
     def sources_for(self, copy: Copy, operators: Collection[OperatorId]) -> list[Found]:
-        """The intact finds behind a planned copy that have any of these operators, one for each kind."""
+        """The intact finds behind a planned copy, one for each kind.
+
+        Args:
+            copy: As it was planned.
+            operators: Of which a find has to have any.
+        """
         chosen: dict[str, Found] = {}
         for found in self._intact(copy.plan.iteration):
             same = (found.snapshot.rank, self._tier(found), self._holder(found)) == (copy.rank, copy.tier, copy.holder)
@@ -314,13 +337,23 @@ class Catalogue:
         return [chosen[kind] for kind in sorted(chosen)]
 
     def trainer_sources(self, rank: int, iteration: int) -> list[Found]:
-        """Snapshots that have what a replay of `iteration` needs of `rank` besides operators, the nearest first."""
+        """Snapshots that have what a replay of an iteration needs of a rank besides operators, the nearest first.
+
+        Args:
+            rank: Whose snapshots they are, and which replays.
+            iteration: Which is replayed.
+        """
         own = (found for found in self._intact(iteration) if found.snapshot.rank == rank)
         usable = (found for found in own if found.has_journal and found.is_state)
         return sorted(usable, key=lambda found: (self._tier(found), found.finder != rank, found.place))
 
     def journal_sources(self, iteration: int, first: Collection[int] = ()) -> list[Found]:
-        """Snapshots that say how an iteration came out; those of the ranks in `first` say more of it than others."""
+        """Snapshots that say how an iteration came out.
+
+        Args:
+            iteration: The iteration.
+            first: Ranks whose snapshots say more of it than others, and come first.
+        """
         usable = (found for found in self._intact(iteration) if found.has_journal)
         return sorted(usable, key=lambda found: (found.snapshot.rank not in first, found.snapshot.rank, found.place))
 
@@ -330,7 +363,14 @@ class Catalogue:
         return sorted(usable, key=lambda found: (found.snapshot.rank, found.place))
 
     def of_kind(self, kind: str, owner: int, iteration: int, reader: int) -> list[Found]:
-        """The intact finds of one snapshot, those first that `reader` reaches best."""
+        """The intact finds of one snapshot.
+
+        Args:
+            kind: Of the snapshot.
+            owner: The rank that made it.
+            iteration: Of the snapshot.
+            reader: The rank that reads it; finds that it reaches best come first.
+        """
         snapshot, node = SnapshotId(iteration, owner, kind), self.nodes[reader]
         usable = (found for found in self._intact(iteration) if found.snapshot == snapshot)
         return sorted(usable, key=lambda found: (found.finder != reader, self.nodes[found.finder] != node, found.place))
@@ -384,8 +424,15 @@ class Catalogue:
 
 
 def is_past(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
-    """Whether a snapshot of `iteration` lies in the past of `timeline`, also one that was made by an attempt that only
-    went on from that iteration: it was trained by the one before."""
+    """Whether a snapshot lies in the past of a timeline.
+
+    Also one that was made by an attempt that only went on from that iteration: it was trained by the one before.
+
+    Args:
+        snapshot: The timeline of the snapshot.
+        iteration: Of the snapshot.
+        timeline: In whose past it may lie.
+    """
     return belongs(past(snapshot, iteration), iteration, timeline)
 
 

@@ -45,7 +45,12 @@ _KEPT: WeakKeyDictionary[Any, KeptState] = WeakKeyDictionary()
 
 
 def keep(optimizer: Any, state: KeptState) -> None:
-    """Until the next session takes up this optimizer and its model, nobody changes them."""
+    """Until the next session takes up this optimizer and its model, nobody changes them.
+
+    Args:
+        optimizer: Of the live state.
+        state: What it is, with the model.
+    """
     _KEPT[optimizer] = state
 
 

@@ -48,19 +48,32 @@ class LocalInventory:
         self._identity, self._standby = identity, standby
 
     def gather(self, node: int, notes: Iterable[Divergence] = ()) -> Catalogue:
-        """What all ranks find; this one runs on `node`. notes: replays that diverged before.
+        """What all ranks find; a collective.
 
-        Raises StoreFailure on all ranks when one cannot list what it has. A store that cannot be read now is not an
-        empty one: going on as if it were would give up what lies in it.
+        Args:
+            node: On which this rank runs.
+            notes: Replays that diverged before.
+
+        Raises:
+            StoreFailure: On all ranks when one cannot list what it has. A store that cannot be read now is not an empty
+                one: going on as if it were would give up what lies in it.
         """
         rows = raise_on_all_ranks(self._transport, self._all_rows, (StoreFailure,))
         own = rank_inventory(str(node), self._identity.operators, rows, notes, self._older())
         return catalogue(self._transport.gather(own))
 
     def common(self, tier: Tier, timeline: Lineage, newest: int) -> tuple[Piece, ...]:
-        """The pieces up to iteration `newest` of which every rank that owns a part has it; none if any cannot tell.
+        """The pieces of which every rank that owns a part has it; a collective.
 
         Of a window, all of its pieces or none: a part of one restores nothing.
+
+        Args:
+            tier: In which they lie.
+            timeline: In whose past they lie.
+            newest: The last iteration that counts.
+
+        Returns:
+            The pieces; none if any rank cannot tell.
         """
         store = self._memory if tier is Tier.OWN_MEMORY else self._persistent
         if store is None:
@@ -110,7 +123,11 @@ class LocalInventory:
     def move_in(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
         """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
 
-        Called when all ranks have restored: snapshots of other iterations than the `needed` ones are given up for it.
+        Called when all ranks have restored.
+
+        Args:
+            arrived: The snapshots.
+            needed: Iterations; snapshots of others are given up for it.
         """
         if not arrived:
             return
@@ -122,10 +139,14 @@ class LocalInventory:
                 _land(reader, self._memory)
 
     def collect_garbage(self, kept: Collection[tuple[int, str]], owners: Collection[int]) -> None:
-        """Free all in memory but the pieces `kept`, by iteration and kind, of these owners; and what is torn.
+        """Free all in memory but some pieces; and what is torn.
 
         Nothing that is persistent is given up: a copy of another timeline is never mixed with this one's, and retention
         removes what this attempt has superseded.
+
+        Args:
+            kept: Iteration and kind of each piece that stays.
+            owners: The ranks whose pieces stay.
         """
         for store in filter(None, (self._memory, self._persistent)):
             try:
@@ -148,8 +169,14 @@ class LocalInventory:
         *,
         timeline: Lineage = (),
     ) -> None:
-        """Free all in the standby store but what is `kept`, and the logs of iterations `logged`, of this timeline; then
-        move in what arrived for this rank."""
+        """Free all in the standby store that is not wanted, and move in what arrived for this rank.
+
+        Args:
+            kept: Snapshots that stay.
+            logged: Iterations whose logs stay.
+            arrived: Snapshots that were fetched.
+            timeline: In whose past all that stays has to lie.
+        """
         store, failed = self._standby, "the standby store could not be tidied"
         if store is None:
             return
@@ -170,6 +197,11 @@ class LocalInventory:
         """Let this rank's log of an iteration say how that came out, if it was sealed before the rank knew it.
 
         Else nobody may know it any more once parked state is freed, and then nothing is replayed alone past it.
+
+        Args:
+            iteration: The iteration.
+            scalars: What the log's manifest will say in addition.
+            timeline: In whose past the log has to lie.
         """
         store, snapshot = self._standby, SnapshotId(iteration, self._transport.rank, LOG)
         if store is None or not _is_of(store, snapshot, timeline):

@@ -192,8 +192,12 @@ class Recovery:
         return 1 + self._catalogue.attempt
 
     def note_divergence(self, iteration: int, why: str) -> None:
-        """The replay of an iteration came out otherwise on this rank, or on one that replays with it: the next start
-        of the job takes another way. All that is stored stays."""
+        """Note a replay that came out otherwise: the next start of the job takes another way. All that is stored stays.
+
+        Args:
+            iteration: The first one that came out otherwise, on this rank or on one that replays with it.
+            why: What differs, with both values.
+        """
         plan, topology = self._plan, self._job.topology
         assert plan is not None
         segment = segment_of(plan, self._rank, topology)

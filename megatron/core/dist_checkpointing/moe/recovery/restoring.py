@@ -291,7 +291,12 @@ class Attempt:
             log.info("%s", measured)
 
     def having(self, name: str, iteration: int) -> tuple[CopyLocation, Reader] | None:
-        """A snapshot of this rank's state at an iteration whose manifest has a scalar of this name."""
+        """A snapshot of this rank's state whose manifest has a certain scalar; None where there is none.
+
+        Args:
+            name: Of the scalar.
+            iteration: Of the snapshot.
+        """
         for need, reader in self._of(iteration):
             if reader.manifest.facts.scalars.get(name) is not None:
                 return need.found.place, reader
@@ -314,10 +319,18 @@ class Attempt:
         comparable: Collection[int],
         metadata: GatheredMetadata,
     ) -> Replay:
-        """What makes the restored state dense. Raises RefusedCopies when something is missing for it.
+        """The replay that makes the restored state dense.
 
-        required: the operators of each rank. unlogged: by member, the iterations whose log it lacks and can make again.
-        comparable: iterations of which all logs say what was received of this segment.
+        Args:
+            segment: The stages that replay together, and the iterations.
+            job: Has all operators, and the tolerance.
+            required: The operators of each rank.
+            unlogged: By member, the iterations whose log it lacks and can make again.
+            comparable: Iterations of which all logs say what was received of this segment.
+            metadata: How the iterations came out when they ran first.
+
+        Raises:
+            RefusedCopies: Something is missing for it.
         """
         alone, members = len(segment.stages) < self._topology.pp, ranks_of(segment, self._topology)
         own = frozenset[OperatorId]().union(*(required[rank] for rank in members))
@@ -399,5 +412,10 @@ class Attempt:
 
 
 def absent(iteration: int, rank: int) -> CopyLocation:
-    """Stands for a snapshot that is nowhere, in a refusal."""
+    """Stands for a snapshot that is nowhere, in a refusal.
+
+    Args:
+        iteration: Of the snapshot.
+        rank: Whose it would be.
+    """
     return rank, SnapshotId(iteration, rank), Tier.PARKED

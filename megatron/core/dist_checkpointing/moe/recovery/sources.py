@@ -57,7 +57,13 @@ class Need:
 
 
 def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tuple[Need, ...]:
-    """What each rank needs to carry out the plan, in the same order on all ranks."""
+    """What each rank needs of state to carry out the plan, in the same order on all ranks.
+
+    Args:
+        plan: What is carried out.
+        inventory: The copies that it was made from.
+        catalogue: The finds behind these copies.
+    """
     wanted: dict[tuple[int, CopyLocation], dict[Part, set[OperatorId]]] = {}
     at: dict[CopyLocation, Found] = {}
     for source in plan.sources:
@@ -82,6 +88,12 @@ def with_trainer_states(
 
     A rank whose operators were all anchored before has no records in later snapshots of a window, but random states.
     Where they would have to travel for that alone, and a log has the journal, the replay's own will do.
+
+    Args:
+        needed: What `needs` gave.
+        plan: What is carried out.
+        catalogue: What all ranks found.
+        topology: Of the job.
     """
     known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.has_journal}
     more = [
@@ -97,7 +109,13 @@ def with_trainer_states(
 
 
 def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
-    """What is needed besides state: the logs that feed each segment, and gradients that were kept."""
+    """The logs that feed each segment, and gradients that were kept: what each rank needs besides state.
+
+    Args:
+        plan: What is carried out.
+        catalogue: What all ranks found.
+        topology: Of the job.
+    """
     wanted: dict[tuple[int, CopyLocation], list[Direction]] = {}
     at: dict[CopyLocation, Found] = {}
     for segment in plan.segments:
@@ -114,7 +132,13 @@ def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topol
 
 
 def comparable_iterations(segment: ReplaySegment, catalogue: Catalogue, topology: Topology) -> frozenset[int]:
-    """Replayed iterations of which all logs that feed a segment say what their owners received of it."""
+    """Replayed iterations of which all logs that feed a segment say what their owners received of it.
+
+    Args:
+        segment: The stages that replay together, and the iterations.
+        catalogue: What all ranks found.
+        topology: Of the job.
+    """
     senders = {sender for _, sender, _ in feeds(segment, topology)}
     logs = (found for found in catalogue.found if found.snapshot.kind == LOG and not found.why)
     known = {(log.snapshot.rank, log.snapshot.iteration) for log in logs if log.has_fingerprints}
@@ -147,7 +171,15 @@ class _RefusedRow(msgspec.Struct, array_like=True):
 
 
 def gather_refused(transport: Transport, refused: Mapping[CopyLocation, str]) -> dict[CopyLocation, str]:
-    """What any rank refuses, the same on all ranks; a collective. Raises PeerLost."""
+    """What any rank refuses, the same on all ranks; a collective.
+
+    Args:
+        transport: To all ranks.
+        refused: Copies that this rank refuses, and why.
+
+    Raises:
+        PeerLost: A rank did not answer.
+    """
     own = [_RefusedRow(finder, snapshot, tier, why) for (finder, snapshot, tier), why in refused.items()]
     gathered = msgspec.convert(transport.gather(msgspec.to_builtins(own)), list[list[_RefusedRow]])
     return {(row.finder, row.snapshot, row.tier): row.why for rows in gathered for row in rows}

@@ -87,8 +87,13 @@ class Timestamps:
         self._times: dict[Milestone, float] = {}
 
     def mark(self, milestone: Milestone, at_s: float | None = None) -> None:
-        """Note a point that is passed now, or was `at_s`. Of a point that is passed again the last time counts, but a
-        fault is detected once."""
+        """Note a point that is passed. Of a point that is passed again the last time counts, but a fault is detected
+        once.
+
+        Args:
+            milestone: The point.
+            at_s: When it was passed, by the clock of these times; None: now.
+        """
         if milestone is not Milestone.DETECTED or milestone not in self._times:
             self._times[milestone] = self._clock_s() if at_s is None else at_s
 
@@ -102,8 +107,14 @@ class Timestamps:
         return {milestone.value: at_s for milestone, at_s in self._times.items()}
 
     def leave(self, folder: Path, attempt: str) -> None:
-        """Keep these times for the next process, beside those of attempts that failed before. attempt: what its ranks
-        share and what sorts behind earlier ones. Never raises: what cannot be written is missing in the timeline."""
+        """Keep these times for the next process, with those of attempts that failed before.
+
+        Never raises: what cannot be written is missing in the timeline.
+
+        Args:
+            folder: Of the rank's slot.
+            attempt: A name that its ranks share and that sorts behind earlier ones.
+        """
         records = [record for record in left_in(folder) if record["attempt"] != attempt]
         records.append({"attempt": attempt, "boot": boot_id(), "times": self.times()})
         aside = folder / f".{FILE}.{os.getpid()}"
@@ -247,9 +258,17 @@ def gather_timeline(
     plan: RecoveryPlan,
     topology: Topology,
 ) -> RecoveryTimeline:
-    """The timeline of a recovery that all ranks have ended: a collective, the same on all. Raises PeerLost.
+    """The timeline of a recovery that all ranks have ended: a collective, the same on all.
 
-    earlier: what `left_in` found in the slot of this rank.
+    Args:
+        transport: To all ranks.
+        timestamps: What this process passed.
+        earlier: What `left_in` found in the slot of this rank.
+        plan: What was carried out.
+        topology: Of the job.
+
+    Raises:
+        PeerLost: A rank did not answer.
     """
     transport.least([0])  # all leave it at about the same time, so that their clocks can be compared
     rows = transport.gather(rank_timestamps(timestamps, earlier))
@@ -257,7 +276,12 @@ def gather_timeline(
 
 
 def rank_timestamps(timestamps: Timestamps, earlier: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """What one rank gives for the timeline, as JSON values: times by its wall clock as it is now."""
+    """What one rank gives for the timeline, as JSON values: times by its wall clock as it is now.
+
+    Args:
+        timestamps: What this process passed.
+        earlier: What `left_in` found in the slot of this rank.
+    """
     wall_s, ahead_s = timestamps.wall_s()
 
     def of_wall(times: Mapping[str, Any]) -> dict[str, Json]:
@@ -272,7 +296,13 @@ def rank_timestamps(timestamps: Timestamps, earlier: Sequence[Mapping[str, Any]]
 
 
 def merged(rows: Sequence[Mapping[str, Any]], plan: RecoveryPlan, topology: Topology) -> RecoveryTimeline:
-    """The timeline from the `rank_timestamps` of all ranks."""
+    """The timeline of all ranks.
+
+    Args:
+        rows: The `rank_timestamps` of each rank, by rank.
+        plan: What was carried out.
+        topology: Of the job.
+    """
     offsets = _offsets(rows, topology)
     here = [_shifted(row["times"], offset) for row, offset in zip(rows, offsets, strict=True)]
     attempts: dict[str, dict[int, dict[Milestone, float]]] = {}
