@@ -131,15 +131,28 @@ def casts_itself(member: Any) -> bool:
 
 
 def quantized_rows(member: DistributedOptimizer, wanted: Callable[[torch.nn.Parameter], bool]) -> Rows:
-    """Eight-bit weights of all data-parallel ranks of an optimizer, this rank's master weights of them, and where in
-    the weight these begin: None where it has none. In the order that all of them have."""
+    """Weights of eight bits of all data-parallel ranks of an optimizer.
+
+    Args:
+        member: The optimizer.
+        wanted: Chooses among its parameters, alike on all of these ranks.
+
+    Returns:
+        The weights, in the order that all of these ranks have; this rank's master weights of each; and the element of
+        the weight at which these begin. The last two are None where this rank has none.
+    """
     every = zip(*member._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
     rows = [row for row in every if wanted(row[0])]
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 def cast_rows(member: DistributedOptimizer, rows: Rows) -> None:
-    """Cast them, and take the scales that follow; a collective over these ranks."""
+    """Cast master weights to weights of eight bits, and take the scales that follow; a collective.
+
+    Args:
+        member: The optimizer, over whose data-parallel ranks it is a collective.
+        rows: As `quantized_rows` gives them.
+    """
     quantize_param_shard(*rows, member.data_parallel_group)
 
 

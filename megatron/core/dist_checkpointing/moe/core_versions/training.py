@@ -49,6 +49,10 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
     Nothing is under way in the groups of gradient buckets, and none knows yet in which order gradients become ready:
     ranks that reduce gradients together have to do it in one order, and the first iteration of a new process has
     another one. What the first step asks all ranks (from 0.19 on) is asked again.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Theirs, chained or alone.
     """
     for group in (group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)):
         vars(group).update(
@@ -93,6 +97,13 @@ def norm_as_in_training(optimizer: ChainedOptimizer, norm: float | None) -> floa
 
     Newer releases (0.19.2) leave it on the device where Transformer Engine can scale by what is there: the
     scale is then computed in single precision, else in double. Gradients differ in the last bit.
+
+    Args:
+        optimizer: Whose step clips.
+        norm: The total norm as the journal has it; None where it has none.
+
+    Returns:
+        A float32 tensor of one element on the current device where core would have one, else the number.
     """
     if norm is None or getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:
         return norm

@@ -83,7 +83,16 @@ class RemoteRecords:
         return RemoteReader(decode(bytes(content), f"manifest of the {snapshot} from rank {self._rank}"), self)
 
     def ask(self, snapshot: SnapshotId, key: str | None) -> memoryview:
-        """The bytes of a record, or the manifest; not verified. Raises UnreadableCheckpoint, PeerLost."""
+        """The bytes of a record, or the manifest; not verified.
+
+        Args:
+            snapshot: Which lies there.
+            key: Of the record; None asks for the manifest.
+
+        Raises:
+            UnreadableCheckpoint: The other rank cannot read it.
+            PeerLost: That rank is gone, or does not answer.
+        """
         question = json.dumps([snapshot.iteration, snapshot.rank, snapshot.kind, key]).encode()
         with _reaching(self._rank, self._timeout_s):
             self._connection.sendall(_ASKED.pack(len(question)) + question)

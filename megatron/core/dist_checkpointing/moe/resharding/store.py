@@ -46,7 +46,15 @@ class OlderWindow:
 
 
 def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]) -> OlderWindow | None:
-    """The newest complete one of several iterations, of the newest past that has one."""
+    """The newest complete window of several iterations, of the newest past that has one.
+
+    Args:
+        found: All that other layouts stored.
+        in_memory: Which of their snapshots lie in memory.
+
+    Returns:
+        The window; None where none is complete.
+    """
     windows: dict[tuple[int, int, str], dict[int, Generation]] = {}
     for one in found:
         (first, last), iteration = one.window, one.any.snapshot.iteration
@@ -72,7 +80,16 @@ def _is_whole(iterations: range, at: Mapping[int, Generation]) -> bool:
 
 
 def copy_of(reader: Reader, into: Store) -> None:
-    """Store a snapshot once more, as it is. Raises UnreadableCheckpoint, StoreFailure."""
+    """Store a snapshot once more, as it is.
+
+    Args:
+        reader: Of the snapshot.
+        into: Does not hold it yet.
+
+    Raises:
+        UnreadableCheckpoint: It is damaged.
+        StoreFailure: The store refuses.
+    """
     manifest = reader.manifest
     with into.reserve(manifest.snapshot, manifest.layout) as writer:
         for field in manifest.layout.fields:

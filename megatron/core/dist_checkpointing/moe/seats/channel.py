@@ -41,9 +41,14 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Send without waiting; messages are far smaller than what a socket holds. Raises ConnectionError.
+        """Send without waiting; messages are far smaller than what a socket holds.
 
-        descriptor: One that the other process gets a copy of.
+        Args:
+            message: Goes as one line of JSON.
+            descriptor: One that the other process gets a copy of, if any.
+
+        Raises:
+            ConnectionError: The other process has ended.
         """
         text = json.dumps(message).encode() + b"\n"
         if descriptor is None:

@@ -137,7 +137,12 @@ class Heartbeat:
 
 
 def read_beat(folder: Path, pid: int) -> Beat | None:
-    """What a worker said; None for one that says nothing, or nothing that can be understood."""
+    """What a worker said; None for one that says nothing, or nothing that can be understood.
+
+    Args:
+        folder: Of the heartbeats of this node.
+        pid: Of the worker.
+    """
     try:
         with (folder / str(pid)).open("rb") as file:
             content = file.read(_SIZE)

@@ -124,9 +124,12 @@ class Seat:
     def leave(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """This process has lost a peer and stays: wait for the rank that it gets now, and put it into the environment.
 
-        meanwhile: What else has to be done, while the launcher hears of it.
+        Args:
+            timeout_s: How long it waits.
+            meanwhile: Called first, while the launcher acts on it.
 
-        Raises PeerLost where the launcher has ended, or does not answer in time.
+        Raises:
+            PeerLost: The launcher has ended, or does not answer in time.
         """
         self._is_training = False
         self._say({"left": True})
