@@ -141,13 +141,24 @@ class BridgeCheckpointManager:
         return manager.iteration, state.train_state.floating_point_operations_so_far
 
     def save(self, ctx: Any, callback_manager: Any) -> None:
-        """Save a dense checkpoint as Bridge does."""
+        """Save a dense checkpoint as Bridge does.
+
+        Args:
+            ctx: Bridge's context of the save.
+            callback_manager: Bridge's.
+        """
         self._dense.save(ctx, callback_manager)
         if self._manager is not None:
             self._manager.saved()
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Protect the iteration that Bridge has counted since the last call, and end protection with `terminate`."""
+        """Protect the iteration that Bridge has counted since the last call.
+
+        Args:
+            state: Bridge's global state.
+            blocking: Whether Bridge waits for its saves.
+            terminate: Whether training ends, and protection with it.
+        """
         self._dense.finalize_async_saves(state, blocking, terminate)
         manager = self._manager
         if manager is None:

@@ -35,8 +35,16 @@ def flag(
 ) -> Any:
     """Declare a dataclass field that is also a command line flag.
 
-    `name` overrides the flag's spelling; a field that is True by default gets `--no-FIELD`. A tuple field takes
-    several values after one flag, or one value per occurrence when `repeatable`. `minimum` is judged by `out_of_range`.
+    A field that is True by default gets `--no-FIELD`. A tuple field takes several values after one flag.
+
+    Args:
+        default: Of the field, and of the flag.
+        help: What `--help` says.
+        name: Overrides the flag's spelling.
+        choices: The values that are allowed; None: all of the field's type.
+        metavar: What stands for the value in `--help`.
+        repeatable: Whether a tuple field takes one value per occurrence of the flag.
+        minimum: The least number that is allowed, judged by `out_of_range`.
     """
     about = Flag(help, name, tuple(choices) if choices else None, metavar, repeatable, minimum)
     return dataclasses.field(default=default, metadata={"flag": about})
@@ -49,9 +57,14 @@ def add_flags(
     prefix: str = "",
     choices: Mapping[str, Sequence[Any]] = types.MappingProxyType({}),
 ) -> None:
-    """Add one argument group with a flag for each `flag` field of the dataclass `config`.
+    """Add one argument group with a flag for each `flag` field of a dataclass.
 
-    choices: of fields, by name, that this module cannot know.
+    Args:
+        parser: Gets the group.
+        config: The dataclass.
+        title: Of the group.
+        prefix: Of each flag, behind its dashes.
+        choices: Of fields, by name, that this module cannot know.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
@@ -64,7 +77,13 @@ def add_flags(
 
 
 def from_namespace[Config](config: type[Config], namespace: argparse.Namespace, prefix: str = "") -> Config:
-    """Build the dataclass `config` from the values that its flags got on the command line."""
+    """Build a dataclass from the values that its flags got on the command line.
+
+    Args:
+        config: The dataclass.
+        namespace: What the parser gave.
+        prefix: Of its flags, as of `add_flags`.
+    """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         if "flag" in field.metadata:
@@ -74,7 +93,12 @@ def from_namespace[Config](config: type[Config], namespace: argparse.Namespace, 
 
 
 def out_of_range(config: Any, prefix: str = "") -> Iterator[str]:
-    """A sentence for each number in the dataclass instance `config` that is below its flag's minimum, or no number."""
+    """A sentence for each number of a configuration that is below its flag's minimum, or not finite.
+
+    Args:
+        config: An instance of a dataclass with `flag` fields.
+        prefix: Of its flags, as of `add_flags`.
+    """
     for field in dataclasses.fields(config):
         about: Flag | None = field.metadata.get("flag")
         values = getattr(config, field.name)
@@ -88,7 +112,12 @@ def out_of_range(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def flag_name(field: dataclasses.Field[Any], prefix: str = "") -> str:
-    """The flag of a dataclass field as a user types it, such as `--no-mmap-bin-files`."""
+    """The flag of a dataclass field as a user types it, such as `--no-mmap-bin-files`.
+
+    Args:
+        field: Declared by `flag`.
+        prefix: As of `add_flags`.
+    """
     about: Flag = field.metadata["flag"]
     if about.name:
         return about.name

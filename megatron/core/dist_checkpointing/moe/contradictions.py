@@ -197,7 +197,12 @@ def must_repeat_itself(given: MoECheckpointConfig) -> bool:
 
 
 def not_repeatable(given: MoECheckpointConfig, settings: DeviceSettings) -> Iterator[str]:
-    """A line for each setting with which they would not, and what to set."""
+    """A line for each setting with which iterations would not come out to the same bits, and what to set.
+
+    Args:
+        given: The settings.
+        settings: How this process computes.
+    """
     for obstacle in obstacles(settings) if must_repeat_itself(given) else ():
         yield f"--moe-ckpt-strategy {given.strategy} has to repeat iterations to the bit, but {obstacle}"
 

@@ -18,7 +18,16 @@ from .runtime.process_info import ranks_of_node
 
 
 def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
-    """Raises UsageError for settings that contradict each other, this job, or what any loop can do."""
+    """Refuse settings that contradict each other, this job, or what any loop can do.
+
+    Args:
+        config: The settings.
+        chunk: A model chunk of this rank.
+        transformer: The configuration that its modules share.
+
+    Raises:
+        UsageError: Has all contradictions in one line.
+    """
     settings = getattr(chunk, "ddp_config", None)
     found = contradictions(
         config,
@@ -59,7 +68,18 @@ def refuse_sizes_that_do_not_fit(config: MoECheckpointConfig, transformer: Any, 
 
 
 def refuse_what_cannot_repeat_itself(config: MoECheckpointConfig, chunk: torch.nn.Module, transformer: Any) -> None:
-    """A collective where a strategy is to repeat iterations: environments of nodes may differ. Raises UsageError."""
+    """Refuse a job whose iterations cannot be repeated to the bit, where its strategy has to repeat them.
+
+    A collective then, since environments of nodes may differ.
+
+    Args:
+        config: The settings.
+        chunk: A model chunk of this rank.
+        transformer: The configuration that its modules share.
+
+    Raises:
+        UsageError: Says on which ranks, and what to set; on all ranks alike.
+    """
     if not must_repeat_itself(config):
         return
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
