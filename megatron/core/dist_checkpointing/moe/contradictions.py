@@ -161,7 +161,12 @@ def inelastic(
 
     Args:
         given: The settings.
-        world_size, replica_ranks, node_ranks, expert_ranks, global_batch, micro_batch: As of `policy.elastic.unfit`.
+        world_size: As of `policy.elastic.unfit`, like all that follow.
+        replica_ranks: Likewise.
+        node_ranks: Likewise.
+        expert_ranks: Likewise.
+        global_batch: In samples.
+        micro_batch: In samples.
     """
     if given.elastic is None:
         return

@@ -78,6 +78,7 @@ class KeptProcess:
         others on the ranks that were lost.
 
         Args:
+            error: What has ended training.
             manager: What protected training; None where that was not made yet.
 
         Raises:

@@ -286,9 +286,13 @@ _UNDER_WAY = 2
 class LogPlan:
     """What the logs of a rank hold, and how many of them are kept.
 
-    shape, dtype: of each tensor that goes over a stage boundary; see `policy.boundary.tensor_shape`. lookback: the
-    newest iterations whose logs are kept at most. group: microbatches that a model chunk takes in turn, None for
-    Megatron-Core's default.
+    Attributes:
+        topology: Of the job.
+        rank: This rank.
+        shape: Of each tensor that goes over a stage boundary; see `policy.boundary.tensor_shape`.
+        dtype: Of these, without "torch.".
+        lookback: The newest iterations whose logs are kept at most.
+        group: Microbatches that a model chunk takes in turn, None for Megatron-Core's default.
     """
 
     topology: Topology

@@ -86,9 +86,12 @@ class LogPorts:
 class LogCoverage:
     """Whether the next replay of a neighbouring stage finds all logs of this rank that it needs.
 
-    since: the first iteration of the unbroken row of logs up to `newest`, the iteration that was committed last; None
-    where that has none. why: what is missing, and the reason, for people; empty where nothing is. Logs that are being
-    sealed count; if that fails, the next coverage says so.
+    Logs that are being sealed count; if that fails, the next coverage says so.
+
+    Attributes:
+        newest: The iteration that was committed last.
+        since: The first iteration of the unbroken row of logs up to that; None where that has none.
+        why: What is missing, and the reason, for people; empty where nothing is.
     """
 
     newest: int

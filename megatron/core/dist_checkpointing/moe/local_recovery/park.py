@@ -83,9 +83,13 @@ class ParkPorts:
 
 @dataclass(frozen=True)
 class Parked:
-    """What was put aside: the state after `iteration` (None: nothing), and gradients of the one after it.
+    """What was put aside.
 
-    nbytes: of what was copied; 0 where the state was parked before. why: what was not done, and why not; else empty.
+    Attributes:
+        iteration: After which the state stands; None: nothing was parked.
+        gradients: Whether those of the iteration after it were.
+        nbytes: Of what was copied; 0 where the state was parked before.
+        why: What was not done, and why not; else empty.
     """
 
     iteration: int | None

@@ -57,7 +57,8 @@ class StepGuard:
     the iteration besides the optimizer (schedules, progress) is best moved on inside the block: what the block raises
     for a peer that was lost after the update began, it raises at its end.
 
-    optimizer: what core's `get_megatron_optimizer` gave, chained or alone.
+    Args:
+        optimizer: What core's `get_megatron_optimizer` gave, chained or alone.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:

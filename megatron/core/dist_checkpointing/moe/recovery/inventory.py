@@ -114,6 +114,8 @@ def listing(
     """The rows of one store.
 
     Args:
+        store: Is listed.
+        tier: Of the store.
         accepts: The parallel layout that snapshots must have been made in.
         strategy: The strategy that must have made them.
         job: The job that must have made them; empty for any.
@@ -199,10 +201,13 @@ CopyLocation = tuple[int, SnapshotId, Tier]
 
 
 class Found(InventoryRow, frozen=True, kw_only=True):
-    """One stored snapshot as `finder` sees it; `plan` has the parts that it holds of its owner's operators.
+    """One stored snapshot as `finder` sees it.
 
-    is_intact: whether nothing but a replay that diverged, and began with it, speaks against it; `why` says so then.
-    is_strange: whether nothing but its job does.
+    Attributes:
+        finder: The rank.
+        plan: The parts that it holds of its owner's operators.
+        is_intact: Whether nothing but a replay that diverged, and began with it, speaks against it; `why` says so then.
+        is_strange: Whether nothing but its job does.
     """
 
     finder: int

@@ -28,8 +28,14 @@ log = logging.getLogger(__name__)
 class LocalInventory:
     """The stores of one rank; `gather` and `common` are collectives over all ranks.
 
-    standby: of parked state, boundary logs and kept gradients, if this job has such a store. is_spared: what in memory
-    is of another layout: neither listed nor freed here. older: the timelines of that.
+    Args:
+        memory: Of snapshots.
+        persistent: Storage, if the job has any.
+        transport: To all ranks.
+        identity: Of the job's snapshots.
+        standby: Of parked state, boundary logs and kept gradients, if this job has such a store.
+        is_spared: Whether a snapshot in memory is of another layout: those are neither listed nor freed here.
+        older: The timelines of these.
     """
 
     def __init__(

@@ -69,13 +69,18 @@ Landing = StoreReplica | HostBuffer
 class RecoveryPorts:
     """What a recovery works with; `transport` is used by nobody else meanwhile.
 
-    execution: what runs iterations with frozen operators; None for strategies that replay none. make_room: fits the
-    memory to what the strategy needs once it knows what it knew before the fault; called by all ranks together.
-    standby: parked state, boundary logs and kept gradients, without which all stages roll back together. boundary:
-    makes what feeds a replayed iteration from the logs of the stages beside it. timestamps: of what was done. notes: of
-    replays that diverged. kept: what live state is already. restored: called on all ranks once all of them have
-    restored the target. is_spared: whether a snapshot in memory belongs to another layout, and is freed by others.
-    older: the timelines of what other layouts left, of which some cannot be had in this one.
+    Attributes:
+        execution: Runs iterations with frozen operators; None for strategies that replay none.
+        make_room: Fits the memory to what the strategy needs once it knows what it knew before the fault; called by all
+            ranks together.
+        standby: Parked state, boundary logs and kept gradients, without which all stages roll back together.
+        boundary: Makes what feeds a replayed iteration from the logs of the stages beside it.
+        timestamps: Of what was done.
+        notes: Of replays that diverged.
+        kept: What live state is already.
+        restored: Called on all ranks once all of them have restored the target.
+        is_spared: Whether a snapshot in memory belongs to another layout, and is freed by others.
+        older: The timelines of what other layouts left, of which some cannot be had in this one.
     """
 
     memory: MappedStore

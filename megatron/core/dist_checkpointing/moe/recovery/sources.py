@@ -40,9 +40,13 @@ from .inventory import Catalogue, CopyLocation, Found
 
 @dataclass(frozen=True)
 class Need:
-    """One stored snapshot of which `rank` wants parts of operators, and where it was found.
+    """One stored snapshot of which a rank wants something, and where it was found.
 
-    feeds: for a boundary log, the directions that it serves to the rank.
+    Attributes:
+        rank: Which wants it.
+        found: The snapshot.
+        parts: The operators that are wanted of it, by part.
+        feeds: For a boundary log, the directions that it serves to the rank.
     """
 
     rank: int
@@ -221,7 +225,10 @@ def gather_metadata(
     """Read it where it is and gather it; a collective over all ranks.
 
     Args:
+        plan: Has the target, and the replayed iterations.
         catalogue: Of intact finds.
+        topology: Of the job.
+        transport: To all ranks.
         open_: Opens what this rank found.
 
     Raises:

@@ -183,7 +183,10 @@ _MOST_BYTES = 1 << 30
 class Among:
     """Gathers values of `members` alone, over messages of a transport between all ranks.
 
-    members: global ranks, this one among them, the same on each of them. `what` says in errors what they agree on.
+    Args:
+        transport: Between all ranks.
+        members: Global ranks, this one among them, the same on each of them.
+        what: They agree on, for errors.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int], what: str) -> None:

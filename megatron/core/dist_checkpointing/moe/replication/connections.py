@@ -92,7 +92,12 @@ OSError and RuntimeError."""
 class Connections:
     """Those of one rank, from one renewal of a transport to the next.
 
-    address: of this rank's interface, on which it listens. Raises OSError.
+    Args:
+        rank: This rank.
+        address: Of its interface, on which it listens.
+
+    Raises:
+        OSError: It cannot listen there.
     """
 
     def __init__(self, rank: int, address: str) -> None:

@@ -29,8 +29,10 @@ _SIOCGIFADDR = 0x8915
 class Endpoint:
     """Where a rank can be reached.
 
-    interface: empty where the address is the one that the host's name resolves to. machine: differs where hosts may
-    have one name. interfaces: all that it has.
+    Attributes:
+        interface: Empty where the address is the one that the host's name resolves to.
+        machine: Differs where hosts may have one name.
+        interfaces: All that it has.
     """
 
     interface: str

@@ -63,9 +63,13 @@ AFTER = frozenset({Reply.SEALED, Reply.DAMAGED, Reply.FAILED})
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPiece:
-    """One piece as the peer that shall keep it learns of it: `raw_bytes` come when it is wanted.
+    """One piece as the peer that shall keep it learns of it.
 
-    step_bytes: what comes instead when the peer can follow the step that led to it; 0: none is offered.
+    Attributes:
+        name: Of the piece.
+        manifest: As it is stored.
+        raw_bytes: So many come when it is wanted.
+        step_bytes: So many come instead when the peer can follow the step that led to it; 0: none is offered.
     """
 
     name: str

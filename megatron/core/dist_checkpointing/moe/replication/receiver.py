@@ -75,8 +75,12 @@ class StoreReplica:
 class ReplicaReceiver:
     """Takes snapshots of other ranks into a memory store.
 
-    job: in which they must have been made, else this node would list them in vain after a fault; empty for any. rank:
-    whose own snapshots are in the store; None: nobody's. follow: makes a snapshot of a step, where peers send any.
+    Args:
+        store: In memory.
+        clock: Tells for how long room was waited for.
+        job: In which they must have been made, else this node would list them in vain after a fault; empty for any.
+        rank: Whose own snapshots are in the store; None: nobody's.
+        follow: Makes a snapshot of a step, where peers send any.
     """
 
     def __init__(

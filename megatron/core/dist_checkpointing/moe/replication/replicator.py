@@ -34,7 +34,12 @@ class Replicator:
 
     If B is a peer of A, A must be an owner of B (policy.placement gives both). Any graph will do.
 
-    sends: the pace of what this rank sends, in chunks then; all ranks have one, or none has. None: as fast as it goes.
+    Args:
+        transport: Carries the bytes.
+        peers: Ranks that keep replicas of this one.
+        owners: Ranks whose replicas this one keeps.
+        sends: The pace of what this rank sends, in chunks then; all ranks have one, or none has. None: as fast as it
+            goes.
     """
 
     def __init__(

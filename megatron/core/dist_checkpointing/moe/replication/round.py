@@ -46,9 +46,13 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A sealed piece of this rank: its name, its manifest as it is stored, and the raw bytes of its segment.
+    """A sealed piece of this rank.
 
-    step: what a peer makes it from that has the state before, as `recomputation.encode` gives it; empty for none.
+    Attributes:
+        name: Of the piece.
+        manifest: As it is stored.
+        raw: The bytes of its segment.
+        step: From which a peer makes it that has the state before, as `recomputation.encode` gives it; empty for none.
     """
 
     name: str
@@ -61,11 +65,16 @@ class Offer:
 class Exchange:
     """What one exchange achieved on this rank.
 
-    acknowledged: for each peer whether it now holds all pieces offered, verified and sealed; False when there was
-    nothing to give. kept: owner and name of the pieces held here for others. sent_bytes, received_bytes: of pieces and
-    steps, those sent again included. failures: a sentence for each piece that was not kept, here or by a peer.
-    carried_bytes: of the pieces that sent ones and steps amount to. not_followed: a sentence for each piece that went
-    whole though its step was offered.
+    Attributes:
+        iteration: Of the snapshots.
+        acknowledged: For each peer whether it now holds all pieces offered, verified and sealed; False when there was
+            nothing to give.
+        kept: Owner and name of the pieces held here for others.
+        sent_bytes: Of pieces and steps, with what was sent again.
+        received_bytes: Likewise.
+        failures: A sentence for each piece that was not kept, here or by a peer.
+        carried_bytes: Of the pieces that sent ones and steps amount to.
+        not_followed: A sentence for each piece that went whole though its step was offered.
     """
 
     iteration: int

@@ -74,7 +74,11 @@ class Pairs(Protocol):
 
 
 class GlooPairs:
-    """On CPUs. address: of this rank's interface."""
+    """On CPUs.
+
+    Args:
+        address: Of this rank's interface.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -274,9 +278,17 @@ def _hear(connection: socket.socket) -> None:
 
 
 class StagedTransport(TcpTransport):
-    """A `ports.Transport` whose long messages go over process groups. See the module, and `TcpTransport`.
+    """A `ports.Transport` whose long messages go over process groups. See the module.
 
-    backend: gloo or nccl. device: where messages are staged: the CPU for gloo, this rank's GPU for NCCL.
+    Args:
+        store: As of `TcpTransport`, like all that follow up to `address`.
+        rank: This rank.
+        world_size: Number of ranks.
+        name: The same on all ranks, and used once.
+        timeout_s: Longest wait for another rank.
+        address: Of this rank's interface.
+        backend: gloo or nccl.
+        device: Where messages are staged: the CPU for gloo, this rank's GPU for NCCL.
     """
 
     def __init__(

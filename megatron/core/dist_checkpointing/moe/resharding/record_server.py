@@ -36,7 +36,13 @@ Open = Callable[[SnapshotId], MappedReader]
 class RecordServer:
     """Serves what `open_` opens, on threads of its own, until `close`.
 
-    place: what `RemoteRecords` needs to reach it. timeout_s: how long nothing may arrive from whoever is connected.
+    Args:
+        open_: Opens a snapshot; called on these threads.
+        address: Of this rank, on which it listens.
+        timeout_s: How long nothing may arrive from whoever is connected.
+
+    Attributes:
+        place: What `RemoteRecords` needs to reach it.
     """
 
     def __init__(self, open_: Open, address: str, timeout_s: float) -> None:

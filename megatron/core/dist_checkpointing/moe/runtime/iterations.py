@@ -212,7 +212,11 @@ class Iterations:
         return report
 
     def finish(self, *, keep_memory: bool = False) -> None:
-        """End well, before the block of `run` does; a collective. keep_memory: for another start of the same job."""
+        """End well, before the block of `run` does; a collective.
+
+        Args:
+            keep_memory: Whether it stays for another start of the same job.
+        """
         if self._finished:
             return
         if self._is_active:

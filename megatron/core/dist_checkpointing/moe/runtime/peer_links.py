@@ -78,6 +78,9 @@ class PeerLinks:
     Making them is a collective over all ranks, which find each other in `store`.
 
     Args:
+        store: Of this attempt.
+        rank: This rank.
+        world_size: Number of ranks.
         address: Under which other ranks reach this one.
         timeout_s: How long the others may take to come.
 

@@ -52,10 +52,15 @@ NODE_NAME = "MOE_CKPT_NODE"
 class ProcessInfo:
     """Where this process runs: its local rank, and a name of its node that no other node of the job has.
 
-    job_id: the same for all attempts of a job, and for no other job; empty where the environment names none, until all
-    ranks have agreed on one (`agree_on_job`). launcher: what starts this process again. patience_s: how long it lets
-    the process live after it told it to end. agent: the launcher, where it is one that starts ranks again only when
-    those before have ended. is_named: whether the environment names the node, and not the host.
+    Attributes:
+        local_rank: Among the processes of its node.
+        node: The name.
+        job_id: The same for all attempts of a job, and for no other job; empty where the environment names none, until
+            all ranks have agreed on one (`agree_on_job`).
+        launcher: What starts this process again.
+        patience_s: How long that lets the process live after it told it to end.
+        agent: The launcher, where it is one that starts ranks again only when those before have ended.
+        is_named: Whether the environment names the node, and not the host.
     """
 
     local_rank: int
@@ -130,7 +135,10 @@ def _named_job() -> str:
 class JobClaim:
     """What one rank knows of the job's id.
 
-    named: by its environment. kept: under which its launcher has kept memory on this node. own: what it would choose.
+    Attributes:
+        named: By its environment.
+        kept: Under which its launcher has kept memory on this node.
+        own: What it would choose.
     """
 
     named: str

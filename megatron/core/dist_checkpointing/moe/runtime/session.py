@@ -145,4 +145,8 @@ class Session:
         return True
 
     def shutdown(self, *, keep_memory: bool) -> None:
-        """Training ends well, on all ranks. keep_memory: for another start of the job."""
+        """Training ends well, on all ranks.
+
+        Args:
+            keep_memory: Whether it stays for another start of the job.
+        """

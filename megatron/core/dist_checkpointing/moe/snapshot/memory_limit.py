@@ -119,6 +119,7 @@ def gathered_unchanging(
     Args:
         own: What this rank does not change.
         operators: What this rank owns a part of.
+        transport: To all ranks.
     """
     rows: list[Json] = [[one.layer, one.kind.value, one.expert, int(one in own)] for one in sorted(operators)]
     found: dict[OperatorId, bool] = {}

@@ -23,8 +23,9 @@ _SEGMENT = "segment"
 class CopyOrder:
     """One snapshot that storage is to have.
 
-    manifest: what it will say of itself, with the checksums of the records as they were sealed in memory.
-    sources: the snapshots in memory that have these records; the first one that has a record gives it.
+    Attributes:
+        manifest: What it will say of itself, with the checksums of the records as they were sealed in memory.
+        sources: The snapshots in memory that have these records; the first one that has a record gives it.
     """
 
     manifest: Manifest
@@ -86,8 +87,10 @@ def carry_out(
     is published by the one act of its store: what is published is what was sealed.
 
     Args:
-        readers: of the order's sources.
-        check: is called before each record, and raises where the copy is to be given up.
+        order: What storage is to have.
+        readers: Of the order's sources.
+        storage: Gets the snapshot.
+        check: Is called before each record, and raises where the copy is to be given up.
 
     Raises:
         UnreadableCheckpoint: Memory does not have what was ordered any more.

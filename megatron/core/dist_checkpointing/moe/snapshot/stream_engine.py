@@ -62,7 +62,8 @@ class StreamEngine(CopyEngine):
 
     The device writes to a segment directly (DMA) only where its pages are locked: see `page_locks`.
 
-    locks: Shared with other engines that copy to the same segments.
+    Args:
+        locks: Shared with other engines that copy to the same segments.
     """
 
     def __init__(self, locks: PageLocks | None = None) -> None:
