@@ -129,7 +129,6 @@ class MessageExchange:
             awaiting: Work whose outcome its statuses tell.
             until_s: For how long that work is waited for, as a time of the clock.
         """
-        header = _Header.of(message.plan, message.costs, message.pace or Throughput(0.0, 0.0))
 
         def exchange() -> _Reduced:
             # Not on training's thread: the digest of a plan with 15,000 operators takes 10 ms.
