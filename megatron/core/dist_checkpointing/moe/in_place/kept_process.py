@@ -31,6 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from ..core_versions.training import as_in_new_process, uses_cuda_graphs
+from ..device_threads import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..runtime.peer_links import is_lost_peer
@@ -155,7 +156,7 @@ def _device_answers() -> bool:
 
     # CUDA waits without a timeout, so a thread does. It is a daemon: where the device hangs for good it never returns,
     # and must not keep the process from ending.
-    thread = threading.Thread(target=ask, name="moe-ckpt-device", daemon=True)
+    thread = device_thread(ask, "moe-ckpt-device")
     thread.start()
     thread.join(_DEVICE_S)
     return bool(answers)
