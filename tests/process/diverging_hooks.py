@@ -55,7 +55,7 @@ def a_wrong_byte(rank: int, iteration: int, microbatch: int) -> Iterator[None]:
 @contextlib.contextmanager
 def logs_without_fingerprints() -> Iterator[None]:
     """Boundary logs as earlier versions wrote them: nothing is said of what is received."""
-    from megatron.core.dist_checkpointing.moe.local_recovery import stage_source
+    from megatron.core.dist_checkpointing.moe.local_recovery import boundary_copies
 
-    with mock.patch.object(stage_source, "receives", return_value=0):
+    with mock.patch.object(boundary_copies, "receives", return_value=0):
         yield
