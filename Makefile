@@ -19,7 +19,7 @@ export PYTHONWARNINGS ?= ignore::FutureWarning
 # LOCKED=1: packages of which every file has the recorded hash, torch apart, whose build follows the machine.
 LOCK = requirements/lock-py$(shell $(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
 
-.PHONY: setup demo test test-core test-full test-oldest check format docs bench gpu-check wheelhouse lock clean
+.PHONY: setup demo test test-ci test-core test-full test-oldest check format docs bench gpu-check wheelhouse lock clean
 
 setup: $(VENV)/.ready
 
@@ -43,11 +43,16 @@ OLDEST_PYTHON = (3, 12)
 demo: setup
 	$(RUN) scripts/demo.py
 
+# Three tiers: what has no marker, the marker `ci`, and everything.
+TESTS = OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) --durations=20
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS)
+	$(TESTS)
+
+test-ci: setup
+	$(TESTS) -m "ci and not full"
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests $(WORKERS) -m "full or not full" --hypothesis-profile full
+	$(TESTS) -m "" --hypothesis-profile full
 
 # What touches Megatron-Core, for another release of it: `make test-core VENV=...`.
 CORE_TESTS = $(addprefix tests/unit/moe/test_, \
@@ -58,7 +63,7 @@ CORE_TESTS = $(addprefix tests/unit/moe/test_, \
 	tests/unit/test_docs.py tests/process/test_frozen_execution.py tests/process/test_transformer_engine.py
 
 test-core: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(CORE_TESTS) $(WORKERS) -m "not full"
 
 # The oldest release that is supported, laid before the one of the environment: a killed job, `full` and `sparse`.
 OLDEST = 0.17.1
@@ -73,7 +78,7 @@ check: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m vulture
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_budgets.py tests/stock/test_trace.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_budgets.py
 
 format: setup
 	$(RUN) -m ruff check --fix .

@@ -2,7 +2,8 @@
 
 `python tools/mutation_catches.py [NAME ...]` runs those of mutations.toml beside it, or only the named ones, each in a
 temporary copy of the tree: the tests that are listed with it as `make test` selects them, up to the first failure, and
-only where these all pass as `make test-full` does. Exit code 1: some are noticed by the latter alone.
+only where these all pass those that `make test-ci` adds, and then as `make test-full` does. Exit code 1: some are
+noticed by the last alone, or by none.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MUTATIONS = Path(__file__).with_name("mutations.toml")
 LIMIT_S = 1500.0
 """A mutation under which tests take longer than this makes something wait for ever; that is noticed too."""
-SAMPLE: tuple[str, ...] = ()
-FULL = ("-m", "full or not full", "--hypothesis-profile", "full")
+TIERS: dict[str, tuple[str, ...]] = {
+    "test": (),
+    "test-ci": ("-m", "ci and not full"),
+    "test-full": ("-m", "", "--hypothesis-profile", "full"),
+}
+"""What the targets of the Makefile select, the cheapest first."""
 
 # The packages of an editable install are found elsewhere than in the copy: every interpreter of a run is redirected.
 REDIRECT = """
@@ -104,26 +109,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these")
     parser.add_argument("--list", action="store_true", help="say which there are, and run nothing")
-    parser.add_argument("--sample", action="store_true", help="leave out what only `make test-full` runs")
+    parser.add_argument("--tier", choices=TIERS, default="test-full", help="the last to try (default: %(default)s)")
     options = parser.parse_args()
     chosen = [one for one in mutations() if not options.names or one.name in options.names]
     if options.list:
         print("\n".join(one.name for one in chosen))
         return 0
-    caught = {"make test": 0, "make test-full only": 0, "nothing": 0}
+    tried = [*TIERS][: [*TIERS].index(options.tier) + 1]
+    caught = {tier: 0 for tier in (*tried, "nothing")}
     for one in chosen:
         begun_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
             copied(Path(folder))
             one.apply(Path(folder))
-            by, why = "make test", notices(Path(folder), one.tests, SAMPLE)
-            if not why and not options.sample:
-                by, why = "make test-full only", notices(Path(folder), one.tests, FULL)
-            by = by if why else "nothing"
-        caught[by] += 1
+            by, why = "nothing", ""
+            for tier in tried:
+                if why := notices(Path(folder), one.tests, TIERS[tier]):
+                    by = f"make {tier}"
+                    break
+        caught[by.removeprefix("make ")] += 1
         print(f"{one.name}: noticed by {by} in {time.monotonic() - begun_s:.0f} s {why[:160]}", flush=True)
     print("; ".join(f"{by}: {count}" for by, count in caught.items()))
-    return int(caught["make test-full only"] > 0)
+    return int(caught["nothing"] + caught.get("test-full", 0) > 0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from environments import ENGINE, Environment, bare_tree, sources, with_torch
 
+pytestmark = pytest.mark.ci
+
 FIND_PACKAGES = f"""
 import megatron.core, {ENGINE} as engine, megatron.pretrain as driver
 for module in (megatron.core, engine, driver):

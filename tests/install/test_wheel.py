@@ -77,6 +77,7 @@ def test_it_has_the_licence_and_says_which(wheel: Path) -> None:
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.mark.ci
 def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     source = sources(tmp_path / "source")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
@@ -111,6 +112,7 @@ def test_its_tools_run_outside_of_the_sources_behind_a_source_tree(installed: En
     assert result.stdout.lower().startswith("usage:")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("driver", "behind_a_tree"),
     [
@@ -154,6 +156,7 @@ def test_python_starts_with_nothing_more_than_the_finder(installed: Environment,
     assert started[0] - started[1] == {"moe_ckpt_finder"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("core", ["0.17.1", "0.18.0", "0.19.2"])
 def test_an_image_with_torch_and_megatron_core_gets_nothing_but_us(wheel: Path, tmp_path: Path, core: str) -> None:
     made = image(tmp_path / "image", **{"megatron-core": core})

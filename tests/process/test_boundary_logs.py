@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, logged
+from effort import cases
 from runs import Layout, Start, flags
 from stock_trainer import configured
 from world import World
@@ -68,7 +69,7 @@ REST = {
         Layout(vpp=2, ep=1, ranks=2), 8, settings={"microbatch_group_size_per_vp_stage": 4}
     ),
 }
-CASES = [*RUNS, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+CASES = cases(RUNS | REST, fast=("two stages, experts on two ranks each, bf16, 4 microbatches",), full=REST)
 
 
 @dataclass(frozen=True)

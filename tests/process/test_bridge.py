@@ -67,7 +67,7 @@ def first_iteration(outcome: Outcome) -> int:
     return min(iteration for _, iteration in came_out(outcome))
 
 
-@pytest.mark.parametrize("strategy", ["full", "pec --moe-ckpt-pec-k-snapshot 4"])
+@pytest.mark.parametrize("strategy", ["full", pytest.param("pec --moe-ckpt-pec-k-snapshot 4", marks=pytest.mark.ci)])
 def test_after_a_kill_every_loss_and_every_count_is_that_of_the_unprotected_loop(
     strategy: str, plain: CameOut, cluster: Cluster
 ) -> None:
@@ -78,6 +78,7 @@ def test_after_a_kill_every_loss_and_every_count_is_that_of_the_unprotected_loop
     assert came_out(first, second) == plain
 
 
+@pytest.mark.ci
 def test_memory_is_taken_where_it_is_newer_than_the_checkpoint_of_bridge(
     plain: CameOut, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_memory_is_taken_where_it_is_newer_than_the_checkpoint_of_bridge(
     assert {folder.name for folder in tmp_path.glob("iter_*")} >= {"iter_0000005", "iter_0000010"}
 
 
+@pytest.mark.ci
 def test_the_checkpoint_of_bridge_is_taken_where_memory_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     killed(cluster, "--moe-ckpt-strategy full", ("--save", str(tmp_path)))
     for folder in cluster.memory.iterdir():
@@ -96,6 +98,7 @@ def test_the_checkpoint_of_bridge_is_taken_where_memory_is_lost(cluster: Cluster
     assert first_iteration(second) == 6, second.said
 
 
+@pytest.mark.ci
 def test_the_last_iteration_is_in_memory_where_bridge_leaves_early(plain: CameOut, cluster: Cluster) -> None:
     first = ended_well(attempt(cluster, "--moe-ckpt-strategy full", ("--leave-at", "6")))
     second = ended_well(attempt(cluster, "--moe-ckpt-strategy full"))
@@ -103,6 +106,7 @@ def test_the_last_iteration_is_in_memory_where_bridge_leaves_early(plain: CameOu
     assert came_out(first, second) == plain
 
 
+@pytest.mark.ci
 def test_a_manager_that_is_only_named_gives_memory_back_when_training_is_over(cluster: Cluster) -> None:
     ended_well(attempt(cluster, "--moe-ckpt-strategy full", protected=False))
     assert not list(cluster.memory.glob("*/*/slot-*/segment-*"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from capture_hooks import BEFORE_SNAPSHOT, allocated_lazily, captured, counted
+from effort import cases
 from runs import Layout, Train, digest, exact, flags
 from world import World
 
@@ -69,7 +70,7 @@ def facts_of(folder: Path, ranks: int) -> list[Any]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=cases(RUNS, fast=("bf16, distributed, virtual stages, overlap, expert bias",)))
 def seen(request: pytest.FixtureRequest, world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     run, folder = RUNS[request.param], tmp_path_factory.mktemp("captured")
     outcome = world.run(run.flags(corpus), run.layout.ranks, [partial(captured, str(folder))])
@@ -131,6 +132,7 @@ def test_every_rank_knows_all_operators_of_the_model(seen: Seen) -> None:
         assert [tuple(operator) for operator in facts["of the model"]] == everywhere
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "text", "distributed"),
     [
@@ -164,6 +166,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["pipeline parallel", pytest.param("tensor parallel, recomputed", marks=pytest.mark.full)]
 )

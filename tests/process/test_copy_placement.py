@@ -9,6 +9,8 @@ from attempts import Cluster, recovered
 from fault_hooks import once_sealed
 from runs import Layout, Train, differences, digest, reports_in
 
+pytestmark = pytest.mark.ci
+
 ITERATIONS = 10
 
 

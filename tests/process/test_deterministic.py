@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import pytest
 from deterministic_hooks import any_algorithm_accepted, seems_to_be_on_gpus, told
 from runs import Layout, Train, flags, reports_in
 from world import Outcome, World
@@ -41,6 +42,7 @@ def test_a_node_whose_environment_differs_ends_all_ranks(world: World, corpus: s
     assert any("NCCL_ALGO is Tree" in line for line in outcome.lines), outcome.said
 
 
+@pytest.mark.ci
 def test_with_all_of_it_set_or_a_tolerance_it_trains(world: World, corpus: str, tmp_path: Path) -> None:
     outcome = start_on_gpus(world, corpus, tmp_path, "--deterministic-mode", environment=SET)
     assert outcome.codes == (0, 0), outcome.said
@@ -49,6 +51,7 @@ def test_with_all_of_it_set_or_a_tolerance_it_trains(world: World, corpus: str, 
     assert outcome.codes == (0, 0), outcome.said
 
 
+@pytest.mark.ci
 def test_the_mode_reaches_torch_and_core_and_trains_to_the_same_bits_twice(train: Train, tmp_path: Path) -> None:
     losses = []
     for attempt in ("one", "two"):

@@ -46,6 +46,7 @@ def test_the_window_of_a_replay_that_diverged_is_passed_by_and_a_checkpoint_load
     assert_identical(run, fault_free(one))
 
 
+@pytest.mark.ci
 def test_an_older_window_in_storage_takes_the_place_of_one_that_diverged(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def started_again(cluster: Cluster, run: Run, *more: str) -> Outcome:
     return cluster.world.start(argv, PAIR.ranks, (hook,), environments).wait_or_restart()
 
 
+@pytest.mark.ci
 def test_with_nothing_older_left_the_job_ends_with_all_copies_and_a_user_may_accept_the_difference(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_with_nothing_older_left_the_job_ends_with_all_copies_and_a_user_may_acc
     assert [one["exactness"] for one in recoveries(run)] == [table[0].removeprefix("recovered iteration 6 ")]
 
 
+@pytest.mark.ci
 def test_a_wrong_byte_in_a_stage_that_replays_alone_is_found_and_all_stages_replay(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -108,6 +111,7 @@ def test_a_wrong_byte_in_a_stage_that_replays_alone_is_found_and_all_stages_repl
     assert_identical(run, fault_free(one))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("hooks", "exactness"),
     [

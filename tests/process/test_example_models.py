@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from world import ROOT, World
 
+pytestmark = pytest.mark.ci
+
 PUBLISHED = ("gpt-125m-8e", "gpt-350m-16e", "gpt-moe", "moe-llava", "qwen-moe", "deepseek-moe")
 SMALL = (
     "--device cpu --transformer-impl transformer_engine --pipeline-model-parallel-size 1 --train-iters 2 "

@@ -9,6 +9,8 @@ from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
 from runs import Layout, Train, differences, digest, reports_in
 
+pytestmark = pytest.mark.ci
+
 SCALED = "--fp16 --initial-loss-scale 524288 --loss-scale-window 4 --hysteresis 1".split()
 NODES = (("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-1", "node-1", "node-2"))
 

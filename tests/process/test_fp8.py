@@ -16,6 +16,7 @@ import attempts
 import fp8_hooks as hooks
 import pytest
 from attempts import Cluster
+from effort import cases
 from local_runs import assert_only_replayed, recover
 from runs import Layout, flags
 from sparse_runs import LENGTH, UNTIED, Case, Run, assert_replayed, killed, weighed
@@ -100,6 +101,7 @@ def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happ
     assert not differences(run, undisturbed(case), layout.ranks)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["full", pytest.param("pec", marks=pytest.mark.full)])
 def test_other_strategies_bring_back_what_they_have(
     strategy: str, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
@@ -131,7 +133,7 @@ MUTATED = Case(PAIR, (*ENGINE, *WEIGHTS, *DELAYED, *GROUPED), window="3", faults
 
 @pytest.mark.parametrize(
     "mutation",
-    [pytest.param(name, marks=pytest.mark.full if name == "columns of two experts" else ()) for name in MUTATIONS],
+    cases(MUTATIONS, fast=("a weight's scale",), full=("columns of two experts",)),
 )
 def test_a_scale_that_comes_back_wrong_ends_the_replay(
     mutation: str, engine_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +215,7 @@ def test_saves_resume_to_the_bit(model: tuple[str, ...], engine_world: World, co
     assert states(again, PAIR.ranks) == states(once, PAIR.ranks)
 
 
+@pytest.mark.ci
 def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
     undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import cases
 from frozen_hooks import begun_frozen, frozen
 from runs import Layout, Train, differences, digest, exact, flags
 from world import World
@@ -87,7 +88,7 @@ REST = {
     ),
 }
 RUNS = SAMPLE | REST
-CASES = [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+CASES = cases(RUNS, fast=("virtual stages, fp16, plain, untied, recomputed",), full=REST)
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def test_what_cannot_be_frozen_is_refused_with_the_reason(seen: Seen) -> None:
         assert ("loss scale" in said["skipped"]) == (SCALED not in seen.run.text)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "text"),
     [

@@ -10,6 +10,8 @@ from attempts import Cluster, Nodes, recovered
 from runs import Layout, flags
 from sparse_runs import BF16, LENGTH, SAVE_INTERVAL, Case, FaultFree, Run, assert_identical
 
+pytestmark = pytest.mark.ci
+
 LAYOUT = Layout(1, 1, 2, ranks=2)
 FROZEN = (*BF16, "--freeze-experts")
 

@@ -50,6 +50,7 @@ def test_without_hanging_up_the_third_rank_waits_for_the_end_of_the_second(
     assert third["waited_s"] > second["waited_s"] + BUSY_S / 2
 
 
+@pytest.mark.ci
 def test_only_connected_tcp_sockets_are_closed() -> None:
     """In a process of its own: a listener and a local pair go on, a connection does not."""
     code = """
@@ -75,6 +76,7 @@ assert again.recv(1) == b"y"
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_connections_are_closed_though_no_descriptor_is_left() -> None:
     """In a process of its own: it opens as many files as it may, and keeps them."""
     code = """

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import cases
 from logits_hooks import logits_written
 from runs import Layout, flags
 from world import World
@@ -62,7 +63,7 @@ class Trained:
     logits: Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=cases(FAMILIES, fast=("mixtral",)))
 def trained(request: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two iterations in bf16 under some layout: nothing is as it was initialized, experts' biases neither."""
     family = request.param

@@ -10,6 +10,8 @@ from attempts import Cluster
 from runs import Launch, Layout, Train, differences, digest, flags
 from world import ROOT
 
+pytestmark = pytest.mark.ci
+
 STOPPED = str(ROOT / "tests" / "process" / "stopped_rank.py")
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
 HANG_S = 6

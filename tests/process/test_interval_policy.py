@@ -16,6 +16,8 @@ from world import Hook
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from moe_ckpt.checkpoints.windows import stored_snapshots
 
+pytestmark = pytest.mark.ci
+
 LAYOUT = Layout(1, 1, 1, ranks=1)
 ITERATIONS = 120
 WRITE_S = 0.5

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from runs import Launch, Layout, flags
 
+pytestmark = pytest.mark.ci
+
 SCRIPT = Path(__file__).with_name("listening.py")
 
 

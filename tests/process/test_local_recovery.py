@@ -19,6 +19,7 @@ TENSOR = Layout(2, 2, 1, ranks=4)
 full = pytest.mark.full
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "victims"),
     [

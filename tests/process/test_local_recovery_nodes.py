@@ -11,6 +11,8 @@ from local_hooks import killed_at, replicas_refused
 from local_runs import PAIR, TWO, WINDOW, assert_only_replayed, case, recover, rejoined, restored
 from sparse_runs import FaultFree, assert_identical
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.full
 def test_a_lost_node_is_replaced_and_its_stage_replays_from_the_newest_window_of_which_all_its_ranks_have_replicas(

@@ -126,6 +126,7 @@ def test_other_strategies_bring_back_what_they_have(
         assert all(math.isfinite(report["lm_loss"]) for report in Run(tmp_path).reports)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -278,6 +279,7 @@ def test_stored_snapshots_have_the_bytes_of_the_table_and_saves_resume_to_the_bi
     assert not differences(digest(resumed, 6), digest(saves, 6))
 
 
+@pytest.mark.ci
 def test_a_window_takes_as_much_less_as_its_parameters(engine_cluster: Cluster, tmp_path: Path) -> None:
     flags_of = {"16/32": ("--bf16", "--transformer-impl", "transformer_engine", "--moe-grouped-gemm")}
     taken = {}

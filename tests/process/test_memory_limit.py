@@ -16,6 +16,8 @@ from runs import reports_in
 from sparse_runs import BF16, LENGTH
 from world import Outcome
 
+pytestmark = pytest.mark.ci
+
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-recovery", "auto", *BF16, *LENGTH)
 
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from effort import cases
 from runs import Layout, Train, metrics
 
 PIPELINE = Layout(pp=2, ep=1, ranks=2)
@@ -70,9 +71,7 @@ ELSEWHERE = {
 """Other tests train with these too."""
 
 
-@pytest.mark.parametrize(
-    "option", [pytest.param(name, marks=pytest.mark.full if name in ELSEWHERE else ()) for name in OPTIONS]
-)
+@pytest.mark.parametrize("option", cases(OPTIONS, fast=("experts spread over tensor ranks",), full=ELSEWHERE))
 def test_a_model_trains_and_goes_on_from_its_checkpoint_with(option: str, train: Train, tmp_path: Path) -> None:
     layout, text = OPTIONS[option]
     path, save = tmp_path / "metrics.jsonl", tmp_path / "save"

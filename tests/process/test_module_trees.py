@@ -11,6 +11,8 @@ from attempts import Cluster
 from test_own_loop import came_out
 from world import ROOT, Outcome, World
 
+pytestmark = pytest.mark.ci
+
 VISION = ROOT / "examples" / "vision_moe" / "train.py"
 AHEAD = Path(__file__).with_name("mtp_loop.py")
 RANKS, LAST = 2, 12

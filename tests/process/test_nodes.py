@@ -88,6 +88,7 @@ def _ours(folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
             yield pid, found
 
 
+@pytest.mark.ci
 def test_a_node_that_is_lost_while_another_is_being_replaced_is_replaced_too(folder: Path) -> None:
     nodes = Nodes(folder, spares=3)
     nodes.pid("node-1")
@@ -100,6 +101,7 @@ def test_a_node_that_is_lost_while_another_is_being_replaced_is_replaced_too(fol
     assert "node-2 is lost; node-4 takes its place" in said
 
 
+@pytest.mark.ci
 def test_workers_of_a_lost_node_do_not_outlive_it(folder: Path) -> None:
     nodes = Nodes(folder, spares=1)
     nodes.pid("node-1")
@@ -110,6 +112,7 @@ def test_workers_of_a_lost_node_do_not_outlive_it(folder: Path) -> None:
     assert nodes.wait()[0] == 0
 
 
+@pytest.mark.ci
 def test_when_the_spares_are_used_up_the_others_are_ended_and_it_is_told(folder: Path) -> None:
     nodes = Nodes(folder, spares=0)
     nodes.lose("node-1")
@@ -127,6 +130,7 @@ def test_the_exit_code_is_that_of_the_agent_that_failed(folder: Path) -> None:
     assert nodes.wait()[0] == 7
 
 
+@pytest.mark.ci
 def test_once_a_node_has_ended_with_a_verdict_the_others_are_ended_too_whatever_they_say(folder: Path) -> None:
     nodes = Nodes(folder, spares=1)
     nodes.pid("node-1")

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import pytest
+from effort import cases
 from operator_hooks import examined
 from runs import Layout, flags
 from world import World
@@ -61,7 +62,11 @@ SAMPLE = {
     "fp32, plain, tensor parallel, a dense layer",
 }
 """Each precision, optimizer, kind of parallelism and of layer; the others combine them in further ways."""
-CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in RUNS]
+FAST = (
+    "bf16, distributed, tied, virtual stages, overlap",
+    "bf16, distributed, experts whole on tensor ranks, some frozen",
+)
+CASES = cases(RUNS, fast=FAST, full=RUNS.keys() - SAMPLE)
 
 
 @dataclass

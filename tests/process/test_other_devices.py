@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.moe.ports import Layout as RecordLayout
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from moe_ckpt.dense.dense import open_dense
 
+pytestmark = pytest.mark.ci
+
 LAYOUT = Layout(tp=1, pp=1, ep=2, ranks=2)
 ITERATIONS = 4
 SAME = ["--train-iters", ITERATIONS, "--attention-dropout", 0]

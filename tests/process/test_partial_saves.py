@@ -148,6 +148,7 @@ def with_stale_experts(whole: Path, holders: Chain, folder: Path) -> None:
 ALL_STALE = ["model weights", "master weights", "exp_avg", "exp_avg_sq"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "model", "way", "distributed", "stale"),
     [
@@ -185,6 +186,7 @@ def test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand(
     assert differences(digest(expected, LAST), digest(merged, LAST)) == []
 
 
+@pytest.mark.ci
 def test_the_first_checkpoint_is_complete_and_the_others_hold_their_share_of_the_bytes_of_experts(saved: Saved) -> None:
     whole, parts = saved(SPREAD), saved(SPREAD, *BESIDE)
     assert differences(digest(whole, 1), digest(parts, 1)) == []
@@ -193,6 +195,7 @@ def test_the_first_checkpoint_is_complete_and_the_others_hold_their_share_of_the
         assert share == pytest.approx(1 / EXPERTS, rel=0.02)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("way", "scope"), [(WEIGHTS, "weights"), pytest.param(MOMENTS, "optimizer", marks=pytest.mark.full)]
 )
@@ -204,6 +207,7 @@ def test_a_scope_leaves_out_the_bytes_of_what_it_names(saved: Saved, way: list[s
         assert expert_bytes(parts, iteration) == pytest.approx(expert_bytes(whole, iteration) - left_out, rel=0.02)
 
 
+@pytest.mark.ci
 def test_by_load_the_experts_with_the_most_tokens_of_each_layer_are_saved(
     train: Train, save: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +247,7 @@ def test_loading_says_for_each_layer_how_stale_its_experts_are(live: tuple[Path,
     assert all("of iteration 3, 3 behind" in line and "of iteration 6;" in line for line in lines)
 
 
+@pytest.mark.ci
 def test_a_resumed_run_goes_on_with_the_rotation(saved: Saved, train: Train, save: Path) -> None:
     train(ALONE, *BF16, *EACH, *IN_TURN, "--save", save, "--exit-interval", 3)
     resumed = ["--save", save, "--load", save, "--exit-interval", 5]
@@ -287,6 +292,7 @@ def test_a_chain_with_a_changed_byte_is_not_converted(
     assert not (tmp_path / "converted").exists()
 
 
+@pytest.mark.ci
 def test_what_cannot_be_merged_is_refused_in_one_line(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +315,7 @@ def test_a_partial_iteration_has_no_tensor_of_experts_under_the_name_that_stock_
     assert {name for name in whole if name not in part} == {name for name in whole if ".experts." in name}
 
 
+@pytest.mark.ci
 def test_a_chain_loads_under_another_layout(
     saved: Saved, live: tuple[Path, Outcome], train: Train, tmp_path: Path
 ) -> None:
@@ -320,6 +327,7 @@ def test_a_chain_loads_under_another_layout(
     assert not {"model weights", "master weights", "exp_avg", "exp_avg_sq"} & set(changed)
 
 
+@pytest.mark.ci
 def test_where_an_iteration_of_the_chain_is_gone_an_older_one_is_loaded(copied: Path, train: Train) -> None:
     shutil.rmtree(copied / "iter_0000003")
     outcome = train(SPREAD, *BF16, *PROTECTED, "--load", copied, "--exit-interval", 3)
@@ -362,16 +370,18 @@ def manifest_missing(root: Path) -> None:
     (root / f"iter_{LAST:07d}" / MANIFEST).unlink()
 
 
+HOLDER = "iter_0000003, which holds the newest copies of layer 0 experts"
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        *(
-            (harm, "iter_0000003, which holds the newest copies of layer 0 experts")
-            for harm in (removed, torn, replaced)
-        ),
-        (changed, "iter_0000003/__3_0.distcp is damaged: its checksum is"),
-        (unnamed, "does not name layer1.expert"),
-        (manifest_missing, "is missing"),
+        (removed, HOLDER),
+        (torn, HOLDER),
+        pytest.param(replaced, HOLDER, marks=pytest.mark.ci),
+        pytest.param(changed, "iter_0000003/__3_0.distcp is damaged: its checksum is", marks=pytest.mark.ci),
+        pytest.param(unnamed, "does not name layer1.expert", marks=pytest.mark.ci),
+        pytest.param(manifest_missing, "is missing", marks=pytest.mark.ci),
     ],
 )
 def test_an_iteration_whose_chain_is_broken_is_refused_if_it_was_asked_for(
@@ -384,6 +394,7 @@ def test_an_iteration_whose_chain_is_broken_is_refused_if_it_was_asked_for(
     assert any(reason in line for line in outcome.lines), outcome.said
 
 
+@pytest.mark.ci
 def test_a_checkpoint_that_failed_leaves_its_experts_to_the_next_one(train: Train, save: Path) -> None:
     saving = ["--async-save", "--save", save, "--exit-interval", 5]
     outcome = train(PLAIN, *BF16, *EACH, *IN_TURN, *saving, hooks=[partial(full_disk, 3)])
@@ -391,6 +402,7 @@ def test_a_checkpoint_that_failed_leaves_its_experts_to_the_next_one(train: Trai
     assert [sorted(row) for row in chain(save, 5).holders.values()] == [[1, 2, 4, 5]] * 2
 
 
+@pytest.mark.ci
 def test_a_checkpoint_that_would_replace_a_holder_is_complete(copied: Path, train: Train) -> None:
     outcome = train(SPREAD, *BF16, *IN_TURN, "--load", copied, "--save", copied)
     told = "iteration 6 is written with all experts: it would replace iteration 6"

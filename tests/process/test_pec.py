@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from attempts import Cluster, Nodes
+from effort import cases
 from pec_hooks import watched
 from runs import Layout, Train, differences, digest, reports_in
 from world import Outcome, World
@@ -270,7 +271,7 @@ def test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independe
     [
         pytest.param(IN_TURN, id="in-turn", marks=pytest.mark.full),
         pytest.param(BY_LOAD, id="by-load", marks=pytest.mark.full),
-        pytest.param(WEIGHTS_ONLY, id="weights-only"),
+        pytest.param(WEIGHTS_ONLY, id="weights-only", marks=pytest.mark.ci),
         pytest.param(MOMENTS_ONLY, id="moments-only", marks=pytest.mark.full),
         pytest.param(UNBOUNDED, id="five-faults"),
         pytest.param(STORED, id="five-faults-with-storage", marks=pytest.mark.full),
@@ -296,6 +297,7 @@ def test_after_each_recovery_all_but_experts_is_as_it_was_and_each_expert_as_its
     assert older, "no copy was older than the rest: nothing is shown"
 
 
+@pytest.mark.ci
 def test_inspect_says_of_the_storage_what_all_faults_have_cost(
     killed: Callable[[Case], Kills], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +318,7 @@ def test_inspect_says_of_the_storage_what_all_faults_have_cost(
 @pytest.mark.parametrize(
     ("case", "lost", "kept"),
     [
-        pytest.param(WEIGHTS_ONLY, "weights", "moments", id="weights"),
+        pytest.param(WEIGHTS_ONLY, "weights", "moments", id="weights", marks=pytest.mark.ci),
         pytest.param(MOMENTS_ONLY, "moments", "weights", id="optimizer", marks=pytest.mark.full),
     ],
 )
@@ -338,6 +340,7 @@ def test_only_what_the_scope_leaves_out_comes_back_older_and_it_is_named(
     assert all(re.search(f"in their (master )?{lost} only; their (master )?{kept} are those of", line) for line in told)
 
 
+@pytest.mark.ci
 def test_a_threshold_raises_k_in_time_to_bound_what_all_faults_cost(killed: Callable[[Case], Kills]) -> None:
     unbounded, bounded = killed(UNBOUNDED), killed(BOUNDED)
     assert len(unbounded.recoveries) == len(bounded.recoveries) == len(FAULTS) == 5
@@ -361,6 +364,7 @@ DROPPING = replace(
 )
 
 
+@pytest.mark.ci
 def test_experts_take_more_tokens_until_what_they_lost_is_made_up(killed: Callable[[Case], Kills]) -> None:
     kills = killed(DROPPING)
     owed = [report["lost_tokens"]["owed"] for report in kills.reports]
@@ -378,6 +382,7 @@ def test_experts_take_more_tokens_until_what_they_lost_is_made_up(killed: Callab
     assert owed[-1] < owed[second]
 
 
+@pytest.mark.ci
 def test_without_token_dropping_a_boost_says_that_it_has_no_effect(killed: Callable[[Case], Kills]) -> None:
     kills = killed(BY_RISK)
     assert {report["lost_tokens"]["owed"] for report in kills.reports} == {0}
@@ -385,6 +390,7 @@ def test_without_token_dropping_a_boost_says_that_it_has_no_effect(killed: Calla
     assert len(said) == sum(any(recovery.told) for recovery in kills.recoveries)
 
 
+@pytest.mark.ci
 def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
@@ -399,6 +405,7 @@ def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(
     assert not differences(digest(through, 6), digest(straight, 6))
 
 
+@pytest.mark.ci
 def test_adaptive_snapshots_have_the_experts_that_there_is_time_for_and_storage_as_many_as_it_takes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -419,7 +426,7 @@ LARGE = ModelShape(
 LARGE_FLAGS = "--hidden-size 128 --moe-ffn-hidden-size 512 --train-iters 9 --lr-decay-iters 9".split()
 
 
-@pytest.mark.parametrize("scope", PEC_SCOPES)
+@pytest.mark.parametrize("scope", cases(PEC_SCOPES, fast=("weights",)))
 def test_the_files_of_a_snapshot_with_one_expert_per_layer_have_the_share_of_bytes_that_is_predicted(
     scope: str, cluster: Cluster, tmp_path: Path
 ) -> None:

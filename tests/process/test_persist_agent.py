@@ -15,6 +15,8 @@ from test_protection import assert_same_end, undisturbed
 from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import wait_for_agent
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 
+pytestmark = pytest.mark.ci
+
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 CUT_OFF = 4

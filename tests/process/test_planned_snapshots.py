@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from attempts import Cluster
+from effort import cases
 from plan_hooks import recorded
 from runs import Layout
 
@@ -64,9 +65,7 @@ REPEATED = {"pec, experts in turn", "sparse", "sparse, by capacity", "sparse, by
 """Settings of which another one shows the same and more."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", cases(SETTINGS, fast=("full", "sparse, popular experts last"), full=REPEATED))
 def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(name: str, cluster: Cluster, tmp_path: Path) -> None:
     strategy = name.partition(",")[0]
     config = dataclasses.replace(MoECheckpointConfig(strategy=strategy), **SETTINGS[name])

@@ -42,6 +42,7 @@ def assert_same_end(straight: Path, killed: Path) -> None:
     assert not differences(digest(killed, 6), digest(straight, 6))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("layout", "precision", "distributed"), LAYOUTS)
 def test_after_a_kill_training_ends_in_the_state_of_an_undisturbed_run(
     layout: Layout, precision: tuple[str, ...], distributed: bool, cluster: Cluster, train: Train, tmp_path: Path
@@ -77,6 +78,7 @@ def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move
     assert_same_end(straight, killed)
 
 
+@pytest.mark.ci
 def test_a_fault_before_the_first_snapshot_begins_anew_with_the_same_result(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_without_an_intact_copy_of_the_newest_snapshot_all_ranks_take_an_older_o
     assert_same_end(straight, killed)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("saves", "strategy"),
     [

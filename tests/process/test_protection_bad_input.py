@@ -72,6 +72,7 @@ def test_a_memory_dir_that_is_missing_is_refused(run: Run, cluster: Cluster) -> 
     assert "nowhere does not exist: create it" in line
 
 
+@pytest.mark.ci
 def test_a_memory_dir_that_is_too_small_on_one_rank_is_refused_with_the_number_and_leaves_no_memory_behind(
     run: Run, cluster: Cluster
 ) -> None:
@@ -89,12 +90,14 @@ def test_a_memory_dir_that_is_too_small_costs_protection_and_not_training(run: R
     assert "is not larger; enlarge the tmpfs" in line and "training is not protected" in line
 
 
+@pytest.mark.ci
 def test_a_memory_dir_of_a_live_job_is_refused_and_the_job_named(run: Run, other_job: Claim) -> None:
     line = refused(run())
     assert f"is in use by job other, slot 0, process {os.getpid()}" in line
     assert other_job.directory.is_dir()
 
 
+@pytest.mark.ci
 def test_what_a_crashed_job_of_another_id_left_is_not_touched(run: Run, other_job: Claim) -> None:
     left = other_job.directory / "segment-000.bin"
     left.write_bytes(b"state")
@@ -110,6 +113,7 @@ def test_more_replicas_than_peers_are_refused(run: Run) -> None:
     assert "--moe-ckpt-replicas 2" in line and "at most 1" in line
 
 
+@pytest.mark.ci
 def test_a_memory_dir_on_a_disk_works_with_a_warning(run: Run, tmp_path: Path) -> None:
     outcome = run("--moe-ckpt-memory-dir", tmp_path)
     assert set(outcome.codes) == {0}, outcome.said
@@ -124,6 +128,7 @@ def test_a_newer_core_is_refused_by_a_strategy_that_replays(run: Run) -> None:
     assert "--moe-ckpt-strategy sparse" in line
 
 
+@pytest.mark.ci
 def test_a_newer_core_is_tried_with_a_warning_by_one_that_only_copies(run: Run) -> None:
     outcome = run(hooks=(newer_core,))
     assert set(outcome.codes) == {0}, outcome.said
@@ -161,6 +166,7 @@ def test_training_goes_on_when_storage_fails_and_says_so(run: Run, storage: Path
     assert any("was NOT persisted" in line and "training goes on" in line for line in outcome.warnings)
 
 
+@pytest.mark.ci
 def test_persistent_snapshots_of_another_layout_are_named_and_stay(run: Run, storage: Path) -> None:
     first = run(*durable(storage))
     assert set(first.codes) == {0}, first.said
@@ -195,6 +201,7 @@ def killed(run: Run, storage: Path, cluster: Cluster) -> Outcome:
     return outcome
 
 
+@pytest.mark.ci
 def test_what_a_crashed_attempt_of_the_same_job_left_is_adopted(killed: Outcome, run: Run, storage: Path) -> None:
     outcome = run(*durable(storage), "--moe-ckpt-inject-fault", "1@6:step")
     assert set(outcome.codes) == {0}, outcome.said
@@ -202,6 +209,7 @@ def test_what_a_crashed_attempt_of_the_same_job_left_is_adopted(killed: Outcome,
     assert any(line.startswith("  own memory of node 0") for line in recovered(outcome)), outcome.said
 
 
+@pytest.mark.ci
 def test_files_that_only_inform_and_strange_ones_cost_what_they_tell_and_no_start(
     killed: Outcome, run: Run, storage: Path, cluster: Cluster
 ) -> None:
@@ -237,6 +245,7 @@ def test_newer_formats_in_memory_are_told_and_older_copies_taken(
     assert any("written in format 2, but this version reads up to 1" in line for line in outcome.lines), outcome.said
 
 
+@pytest.mark.ci
 def test_newer_formats_in_storage_are_told_and_stay(run: Run, storage: Path) -> None:
     first = run(*durable(storage), "--train-iters", "12")
     assert set(first.codes) == {0}, first.said

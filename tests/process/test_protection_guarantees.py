@@ -13,6 +13,8 @@ from guarantee_hooks import no_joint_snapshot_after, reusing_buffers_early, watc
 from runs import Layout
 from world import Hook
 
+pytestmark = pytest.mark.ci
+
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
 EVERY = (
     "--moe-ckpt-strategy",

@@ -16,6 +16,8 @@ from attempts import Cluster
 from runs import Layout, flags, metrics
 from world import HANG_TIMEOUT_S
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 HEARD = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 """In a child: a shell that runs the tests in the background lets it ignore Ctrl-C."""

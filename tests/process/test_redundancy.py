@@ -9,6 +9,8 @@ from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
 from runs import Layout, Train, differences, digest, reports_in
 
+pytestmark = pytest.mark.ci
+
 LAYOUT = Layout(tp=1, pp=2, ep=1, ranks=4)
 NODES = (("node-0", "node-1", "node-0", "node-1"), ("node-2", "node-1", "node-2", "node-1"))
 SEALED = 4

@@ -95,6 +95,7 @@ def test_when_the_first_node_is_lost_before_it_tells_where_to_listen_the_others_
         one._stop_heartbeats()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("meets", [False, True], ids=["while it trains", "while nodes meet"])
 def test_a_cut_that_is_longer_than_the_read_timeout_costs_no_job(port: int, meets: bool) -> None:
     cable = Cable(port)

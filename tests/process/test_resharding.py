@@ -9,6 +9,8 @@ from attempts import Cluster
 from runs import Layout, Train, flags, metrics
 from world import Outcome, World
 
+pytestmark = pytest.mark.ci
+
 # 192 pads the vocabulary of bytes to 384 whether it is shared by one rank or two.
 SAME = "--global-batch-size 8 --attention-dropout 0 --make-vocab-size-divisible-by 192".split()
 SAVED_WITH = Layout(tp=1, pp=2, ep=2)

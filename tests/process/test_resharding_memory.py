@@ -14,6 +14,8 @@ from runs import Layout, flags, published
 from test_resharding_snapshots import BIAS, UNTIED, assert_same_optimizer, assert_same_state, padded
 from world import Hook, Outcome
 
+pytestmark = pytest.mark.ci
+
 FULL = "--moe-ckpt-strategy full --moe-ckpt-interval 2".split()
 SEALED = 4
 """The iteration of which all have a snapshot when nodes are lost."""

@@ -179,6 +179,7 @@ def test_every_bit_comes_back_under_another_layout(
     assert_same_optimizer(folder, tmp_path / "save")
 
 
+@pytest.mark.ci
 def test_training_goes_on_as_from_a_dense_checkpoint_of_the_same_state(
     stored: Stored, memory: list[object], train: Train, tmp_path: Path
 ) -> None:
@@ -261,6 +262,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("own", "other"),
     [pytest.param(*change, id=f"{change[0]}-to-{change[1]}", marks=[pytest.mark.full] if at else [])

@@ -73,9 +73,9 @@ def assert_resumed_exactly(straight: Straight, train: Train, tmp_path: Path) -> 
 
 
 # Tensor parallelism and a replicated optimizer are loaded in `test_resharding.py` and `test_partial_saves.py` too.
-SAMPLE: list[tuple[Layout, list[str], bool]] = [
+SAMPLE = [
     (Layout(tp=1, pp=2, ep=2), ["--bf16", *ASYNC, RESHARDABLE, *BIAS], DISTRIBUTED),
-    (Layout(tp=1, pp=2, ep=1, vpp=2), [*APART, *UNTIED, *OVERLAP], DISTRIBUTED),
+    pytest.param(Layout(tp=1, pp=2, ep=1, vpp=2), [*APART, *UNTIED, *OVERLAP], DISTRIBUTED, marks=pytest.mark.ci),
 ]
 OTHERS: list[tuple[Layout, list[str], bool]] = [
     (Layout(tp=2, pp=1, ep=2), ["--bf16", *EVALUATION], REPLICATED),
@@ -109,6 +109,7 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     assert_resumed_exactly(layout, *flags, distributed=distributed)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "distributed",
     [pytest.param(True, id="distributed"), pytest.param(False, id="replicated", marks=pytest.mark.full)],

@@ -73,8 +73,8 @@ def standbys(folder: Path) -> set[int]:
     [
         ("two standbys", 2, 2),
         pytest.param("one standby", 1, 1, marks=pytest.mark.full),
-        ("standbys die", 2, 0),
-        ("no seats", 2, 0),
+        pytest.param("standbys die", 2, 0, marks=pytest.mark.ci),
+        pytest.param("no seats", 2, 0, marks=pytest.mark.ci),
         pytest.param("any", 0, 0, marks=pytest.mark.full),
     ],
 )
@@ -88,6 +88,7 @@ def test_after_a_loss_standbys_take_the_seats_and_new_processes_those_that_are_l
     assert len({*after} & standbys(folder)) == seated, (after, standbys(folder), ended.stderr)
 
 
+@pytest.mark.ci
 def test_one_standby_that_can_be_copied_is_enough_for_all_seats_and_all_losses(run_workers: Jobs) -> None:
     folder, ended = run_workers("copies", 2)
     assert ended.returncode == 0, ended.stderr
@@ -98,6 +99,7 @@ def test_one_standby_that_can_be_copied_is_enough_for_all_seats_and_all_losses(r
     assert warm == [False, False, True, True, True, True]
 
 
+@pytest.mark.ci
 def test_seats_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_copied(run_workers: Jobs) -> None:
     folder, ended = run_workers("slow copies", 1)
     assert ended.returncode == 0, ended.stderr
@@ -105,6 +107,7 @@ def test_seats_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_co
     assert not {*sitting(folder, 1)} & standbys(folder)
 
 
+@pytest.mark.ci
 def test_a_standby_that_hangs_is_killed_and_its_seats_get_new_processes(run_workers: Jobs) -> None:
     folder, ended = run_workers("standby hangs", 1)
     assert ended.returncode == 0, ended.stderr
@@ -113,6 +116,7 @@ def test_a_standby_that_hangs_is_killed_and_its_seats_get_new_processes(run_work
     assert not [pid for pid in standbys(folder) if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.ci
 def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_for_all_its_seats(
     tmp_path: Path,
 ) -> None:
@@ -166,6 +170,7 @@ def test_where_standbys_die_again_and_again_no_more_are_started_and_a_line_says_
     assert "3 standbys ended before they were ready; lost ranks get new processes" in said
 
 
+@pytest.mark.ci
 def test_workers_of_another_release_train_without_standbys_and_a_line_says_so(run_workers: Jobs) -> None:
     folder, ended = run_workers("another release", 2)
     assert ended.returncode == 0, ended.stderr

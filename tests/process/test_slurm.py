@@ -165,18 +165,21 @@ def test_a_job_whose_time_is_up_tells_its_ranks_and_is_requeued(play: Play) -> N
     assert "run 2 on 2 of node-0,node-1,node-2, 1 spare" in said
 
 
+@pytest.mark.ci
 def test_a_job_that_is_cancelled_is_not_requeued(play: Play) -> None:
     code, said = play.run("--cancel", "1", *submit(), runs=(("waiting", "trained"),))
     assert code == 143, said
     assert said.count("starts on") == 1
 
 
+@pytest.mark.ci
 def test_a_job_that_cannot_work_ends_with_code_2_and_is_not_requeued(play: Play) -> None:
     code, said = play.run(*submit(), runs=(("misused", "trained"),), MIN_RUN_S="0")
     assert code == 2, said
     assert said.count("starts on") == 1
 
 
+@pytest.mark.ci
 def test_a_job_that_fails_soon_after_its_start_is_not_requeued(play: Play) -> None:
     code, said = play.run(*submit(), runs=(("failed", "trained"),))
     assert code == 1, said
@@ -184,24 +187,28 @@ def test_a_job_that_fails_soon_after_its_start_is_not_requeued(play: Play) -> No
     assert "would fail again" in said
 
 
+@pytest.mark.ci
 def test_a_job_that_fails_after_a_while_is_requeued(play: Play) -> None:
     code, said = play.run(*submit(), runs=(("failed", "trained"),), MIN_RUN_S="0")
     assert code == 0, said
     assert said.count("starts on") == 2
 
 
+@pytest.mark.ci
 def test_a_requeued_job_finds_no_memory_of_its_last_run(play: Play) -> None:
     code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),))
     assert code == 0, said
     assert not play.found
 
 
+@pytest.mark.ci
 def test_a_requeued_job_that_asked_for_it_finds_the_memory_of_its_last_run(play: Play) -> None:
     code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),), KEEP_MEMORY="1")
     assert code == 0, said
     assert play.found
 
 
+@pytest.mark.ci
 def test_a_chain_goes_on_after_each_job_and_ends_with_the_training(play: Play) -> None:
     chain = ("--", "scripts/slurm/chain.sh", "3", "--job-name=run", "--nodes=3", TRAIN)
     code, said = play.run("--stop", "1", *chain, runs=(("waiting",), ("trained",), ("trained",)))
@@ -245,6 +252,7 @@ def test_whoever_else_listens_at_the_port_is_not_taken_for_the_meeting_point(pla
     assert "Address already in use" in said
 
 
+@pytest.mark.ci
 def test_a_meeting_point_whose_port_is_taken_says_so_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as another:
         port = str(another.getsockname()[1])
@@ -256,12 +264,14 @@ def test_a_meeting_point_whose_port_is_taken_says_so_in_one_line(tmp_path: Path)
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.ci
 def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
     code, said = play.run(*submit(), "--save", "a folder", runs=(("trained",),))
     assert code == 0, said
     assert "a folder" in play.arguments
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -278,6 +288,7 @@ def test_only_jobs_with_snapshots_are_told_where_memory_is(given: tuple[str, ...
     assert play.arguments.count("--moe-ckpt-memory-dir") == expected
 
 
+@pytest.mark.ci
 def test_in_a_container_all_steps_see_the_repository_and_the_memory_where_they_are(play: Play) -> None:
     code, said = play.run(*submit(), runs=(("trained",),), IMAGE="/images/a b.sqsh", MOUNTS="/data:/data")
     assert code == 0, said
@@ -302,6 +313,7 @@ def test_an_example_in_a_container_finds_its_data_and_keeps_what_it_saves(tmp_pa
     assert (tmp_path / "run").is_dir()
 
 
+@pytest.mark.ci
 def test_a_job_of_spares_only_is_refused_with_what_to_change(play: Play) -> None:
     code, said = play.run("--", "sbatch", "--nodes=1", TRAIN, runs=(("trained",),))
     assert code == 2, said
@@ -324,6 +336,7 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
     assert says in said
 
 
+@pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text(f"touch '{tmp_path}'/sourced-$SLURMD_NODENAME\n")
     watched = {"STRIKES": "3/10m", "HEALTH_CHECK": "nvidia-smi -L", "HANG_S": "600", "LOG_DIR": str(tmp_path / "logs")}
@@ -496,6 +509,7 @@ def start_node(tmp_path: Path) -> Iterator[Callable[[int], Node]]:
         node.keeper.wait()
 
 
+@pytest.mark.ci
 def test_ranks_that_save_when_a_node_is_told_to_end_are_let_finish_however_often_it_is_told(
     start_node: Callable[[int], Node],
 ) -> None:
@@ -512,6 +526,7 @@ def test_ranks_that_save_when_a_node_is_told_to_end_are_let_finish_however_often
     assert not node.memory.exists()
 
 
+@pytest.mark.ci
 def test_a_node_that_is_told_to_end_while_it_waits_for_others_gives_its_memory_back(
     start_node: Callable[[int], Node],
 ) -> None:
@@ -523,6 +538,7 @@ def test_a_node_that_is_told_to_end_while_it_waits_for_others_gives_its_memory_b
     assert not node.memory.exists()
 
 
+@pytest.mark.ci
 def test_spares_wait_as_long_as_it_takes_and_make_nobody_meet_again(handlers: list[DynamicRendezvousHandler]) -> None:
     with ThreadPoolExecutor() as pool:
         joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers}
@@ -541,6 +557,7 @@ def test_spares_wait_as_long_as_it_takes_and_make_nobody_meet_again(handlers: li
         assert name_of_error(spare) == "NotNeeded"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
 def test_a_node_that_has_lost_its_place_is_not_needed_when_the_job_ends(
     handlers: list[DynamicRendezvousHandler], waits: bool
@@ -568,6 +585,7 @@ def test_a_node_that_comes_when_the_job_has_ended_is_not_needed(handlers: list[D
         assert name_of_error(pool.submit(handlers[2].next_rendezvous)) == "NotNeeded"
 
 
+@pytest.mark.ci
 def test_a_node_that_meets_again_when_another_has_failed_for_good_fails_with_it(
     handlers: list[DynamicRendezvousHandler],
 ) -> None:

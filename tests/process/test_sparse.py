@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
+from effort import cases
 from runs import Layout
 from sparse_runs import (
     AUX_LOSS,
@@ -63,7 +64,7 @@ OTHERS = {
 CASES = SAMPLE | OTHERS
 
 
-@pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+@pytest.mark.parametrize("name", cases(CASES, fast=("ep2-fp16-skips",), full=OTHERS))
 def test_after_kills_every_loss_and_every_bit_are_those_of_a_run_without_faults(
     name: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from attempts import Cluster
 from runs import Layout
 from sparse_runs import BF16, DROPOUT, FP32, UNTIED, Case, FaultFree, assert_identical, assert_replayed, killed
 
+pytestmark = pytest.mark.ci
+
 FOUR_LAYERS = ("--num-layers", "4")
 
 CASES = {

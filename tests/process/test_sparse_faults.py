@@ -63,6 +63,7 @@ def test_a_fault_in_the_first_window_begins_anew_with_the_same_result(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.ci
 def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_fault_in_the_first_window_after_loading_a_checkpoint_loads_it_again(
     assert_identical(run, expected, after=12)
 
 
+@pytest.mark.ci
 def test_the_last_dense_checkpoint_is_taken_where_it_is_newer_than_the_last_whole_window(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def test_when_all_memory_is_lost_the_newest_window_in_storage_is_replayed(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "which",
     [pytest.param(0, marks=pytest.mark.full), pytest.param(1), pytest.param(2, marks=pytest.mark.full)],
@@ -141,6 +144,7 @@ def test_a_damaged_snapshot_of_a_window_is_refused_and_the_peers_copy_is_taken(
     assert_identical(run, fault_free(ONE_FAULT))
 
 
+@pytest.mark.ci
 def test_without_an_intact_copy_of_a_window_an_older_one_in_storage_is_replayed(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_window_that_is_chosen_from_measurements_is_exact_too(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.ci
 def test_where_copies_are_slow_the_window_grows_and_is_replayed(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

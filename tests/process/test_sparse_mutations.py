@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mutation_hooks
 import pytest
+from effort import cases
 from runs import Layout, differences, digest, flags
 from sparse_hooks import untouched
 from sparse_runs import DROPOUT, EXPERT_BIAS, FP16, Case, FaultFree, Run, weighed
@@ -22,17 +23,19 @@ LAST = 12
 # Iterations 6, 7 and 8 are replayed, from a window that began with 5; one of these steps was skipped.
 CASE = Case(Layout(1, 1, 2, ranks=2), (*FP16, *EXPERT_BIAS, *DROPOUT), window="4", faults=("1@10:step",))
 
-SAMPLE = [
+FAST = [
     mutation_hooks.the_norm_of_active_gradients_alone,
+    mutation_hooks.random_states_left_as_they_are,
+    mutation_hooks.a_frozen_operator_active,
+]
+SAMPLE = [
     mutation_hooks.weights_of_frozen_operators_left_as_they_were,
     mutation_hooks.compute_weights_not_derived_from_loaded_masters,
-    mutation_hooks.random_states_left_as_they_are,
     mutation_hooks.expert_bias_lost,
     mutation_hooks.step_counts_of_adam_one_too_high,
     mutation_hooks.another_learning_rate,
     mutation_hooks.data_one_iteration_ahead,
     mutation_hooks.another_loss_scale,
-    mutation_hooks.a_frozen_operator_active,
 ]
 REST = [  # each breaks what one of the sample breaks in another way
     mutation_hooks.the_norm_of_another_iteration,
@@ -42,7 +45,7 @@ REST = [  # each breaks what one of the sample breaks in another way
     mutation_hooks.an_active_operator_frozen,
     mutation_hooks.frozen_operators_stepped_too,
 ]
-MUTATIONS = [*SAMPLE, *(pytest.param(mutation, marks=pytest.mark.full) for mutation in REST)]
+MUTATIONS = cases([*FAST, *SAMPLE, *REST], fast=FAST, full=REST)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from effort import cases
 from frozen_hooks import ITERATIONS
 from runs import Layout, flags
 from stage_hooks import overlapped_sends, replayed_alone
@@ -107,7 +108,7 @@ REST = {
     ),
 }
 RUNS = SAMPLE | REST
-CASES = [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+CASES = cases(RUNS, fast=("two stages, expert parallel, bf16, untied, overlap, 4 microbatches",), full=REST)
 
 
 @dataclass(frozen=True)

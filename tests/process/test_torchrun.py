@@ -105,6 +105,7 @@ def test_what_cannot_work_is_said_once_and_not_restarted(
     assert ended.stderr.count(part) == 1, ended.stderr
 
 
+@pytest.mark.ci
 def test_nodes_of_which_one_has_left_for_good_do_not_wait_for_each_other(launch: Launch, corpus: str) -> None:
     script = str(Path(__file__).with_name("verdict_rank.py"))
     argv = ["scripts/train_cpu.sh", *flags(corpus, Layout(pp=1, ep=1, ranks=3))]
@@ -113,6 +114,7 @@ def test_nodes_of_which_one_has_left_for_good_do_not_wait_for_each_other(launch:
     assert "ranks ended for a reason that no restart changes, and other nodes have not after 10 s" in ended.stderr
 
 
+@pytest.mark.ci
 def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: Launch, corpus: str) -> None:
     faults = ["--moe-ckpt-inject-fault", "0@1", "--moe-ckpt-inject-fault", "0@1:end"]
     layout = Layout(pp=1, ep=1, ranks=1)
@@ -122,6 +124,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: L
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.ci
 def test_nodes_of_moe_ckpt_run_recover_at_the_first_restart_with_nothing_set_and_a_spare_ends_well(
     launch: Launch, corpus: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

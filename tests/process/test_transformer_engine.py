@@ -45,6 +45,7 @@ def test_killed_jobs_replay_with_frozen_grouped_experts_and_end_as_if_nothing_ha
     assert_identical(run, undisturbed)
 
 
+@pytest.mark.ci
 def test_killed_jobs_with_full_snapshots_end_as_if_nothing_had_happened(
     engine_cluster: Cluster, undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
 from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
 from runs import Layout, Train, flags
@@ -16,6 +17,7 @@ from world import World
 TWO = Layout(pp=2, ep=1, ranks=2)
 
 
+@pytest.mark.ci
 def test_a_lost_node_is_replaced_from_replicas_that_went_over_process_groups(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
@@ -49,6 +51,7 @@ def test_an_interface_that_no_machine_has_ends_the_job_with_one_line_before_gloo
     assert "rank 0: --moe-ckpt-interface eth77: this machine has no such interface" in lines[0]
 
 
+@pytest.mark.ci
 def test_sockets_grow_with_the_peers_of_a_rank_and_not_with_the_ranks(cluster: Cluster, tmp_path: Path) -> None:
     """Of 8 ranks each has at most: two listeners, six of the tree (one for each way to three others), and for each
     way to a peer in replication one."""

@@ -55,6 +55,7 @@ def test_a_rank_inside_a_call_parks_within_seconds_of_the_death_of_its_peer(
     assert_identical(run, fault_free(one))
 
 
+@pytest.mark.ci
 def test_ranks_inside_a_call_park_within_seconds_of_sigterm(cluster: Cluster, tmp_path: Path) -> None:
     one = case(PAIR)
     hook = partial(standing, str(tmp_path), AT, (0,), None)  # the other one waits for it

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from runs import Layout, Train, exact, flags
 from world import ROOT
+
+pytestmark = pytest.mark.ci
 
 
 def test_a_used_world_computes_what_fresh_processes_compute(train: Train, corpus: str, tmp_path: Path) -> None:

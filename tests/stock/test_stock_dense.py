@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from effort import cases
 from runs import differences, digest
 from stock_jobs import ALONE, FOUR, PAIR, Records, Shape
 from stock_recording import (
@@ -143,9 +144,7 @@ ALIKE = ("shard-missing", "format-missing", "sums-flipped")
 """Found as a folder that is missing and a shard that is flipped are; `test_integrity.py` has each file."""
 
 
-@pytest.mark.parametrize(
-    "damage", [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in DAMAGE]
-)
+@pytest.mark.parametrize("damage", cases(DAMAGE, fast=("bit-flipped", "torn"), full=ALIKE))
 def test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_loaded(
     damage: str, new_job, saved: Path, resumed: Records
 ) -> None:
@@ -164,6 +163,7 @@ def test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_load
     assert job.records() == resumed
 
 
+@pytest.mark.ci
 def test_all_ranks_take_the_checkpoint_before_two_damaged_ones(new_job, tmp_path: Path) -> None:
     new_job(PAIR).run(*FULL, "--save", tmp_path, "--save-interval", 1, "--exit-interval", 4)
     flip(tmp_path / "iter_0000004" / "__1_0.distcp")
@@ -251,6 +251,7 @@ def test_a_release_is_loaded_as_megatron_loads_it_and_a_torn_one_is_refused_by_n
     assert "no usable checkpoint; release: " in line and "nothing was loaded" in line
 
 
+@pytest.mark.ci
 def test_with_a_secret_only_what_was_made_with_it_is_loaded(new_job, tmp_path: Path, secret: Path) -> None:
     save, signing = tmp_path / "save", (*FULL, "--moe-ckpt-secret-file", secret)
     new_job(ALONE).run(
@@ -270,6 +271,7 @@ def test_with_a_secret_only_what_was_made_with_it_is_loaded(new_job, tmp_path: P
     assert "it is not signed, and anybody may have made it" in refusal(new_job(ALONE).run(*signing, "--load", save))
 
 
+@pytest.mark.ci
 def test_a_job_with_a_secret_loads_what_was_saved_without_one_once_it_is_signed(
     new_job, saved: Path, secret: Path
 ) -> None:
@@ -326,6 +328,7 @@ def test_a_tracker_that_names_nothing_is_refused_in_one_line(new_job, saved: Pat
     assert "repair the tracker" in line
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rank", "way"),
     [
@@ -354,7 +357,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     ("trouble", "way"),
     [
         pytest.param(no_access_to_folder, (), id="no access"),
-        pytest.param(no_memory_to_stage, (), id="no memory"),
+        pytest.param(no_memory_to_stage, (), id="no memory", marks=pytest.mark.ci),
         pytest.param(no_memory_to_stage, ASYNC, id="no memory, async", marks=pytest.mark.full),
     ],
 )

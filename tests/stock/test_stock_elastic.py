@@ -76,6 +76,7 @@ def goes_on_as_from(new_job, tmp_path: Path) -> Callable[[Shape, int, dict[int, 
     return check
 
 
+@pytest.mark.ci
 def test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_what_is_left(
     new_job, goes_on_as_from, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_w
     goes_on_as_from(ONE, int(restored[1]), found, 6)
 
 
+@pytest.mark.ci
 def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of_that_size(
     new_job, goes_on_as_from, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def kept(job: StockJob) -> list[Path]:
     return [path for path in job.memory.rglob("*") if path.is_file()]
 
 
+@pytest.mark.ci
 def test_a_job_that_ends_gives_its_memory_back(new_job, undisturbed) -> None:
     job = new_job(ALONE)
     job.run(*FULL)
@@ -31,6 +32,7 @@ def test_a_job_that_ends_gives_its_memory_back(new_job, undisturbed) -> None:
     assert not kept(job)
 
 
+@pytest.mark.ci
 def test_a_job_that_leaves_at_an_interval_goes_on_from_memory(new_job, undisturbed) -> None:
     job = new_job(ALONE)
     job.run(*FULL, "--exit-interval", 4)
@@ -54,6 +56,7 @@ def test_a_job_that_is_told_to_end_goes_on_from_memory(new_job, undisturbed) -> 
     assert job.records() == undisturbed(ALONE)
 
 
+@pytest.mark.ci
 def test_a_signal_to_one_rank_makes_all_ranks_save_and_leave(new_job, tmp_path: Path) -> None:
     job = new_job(PAIR)
     saving = ("--save", tmp_path, "--save-interval", 1000)
@@ -68,6 +71,7 @@ def test_a_signal_to_one_rank_makes_all_ranks_save_and_leave(new_job, tmp_path: 
     assert published(tmp_path) == [last]
 
 
+@pytest.mark.ci
 def test_what_a_job_leaves_in_a_checkpoint_is_not_kept_in_memory(new_job, tmp_path: Path) -> None:
     job = new_job(ALONE)
     job.run(*FULL, "--exit-interval", 2, "--save", tmp_path, "--save-interval", 2)

@@ -20,6 +20,7 @@ EXPERT_BYTES = LAYERS * EXPERTS_OF_RANK * 3 * HIDDEN * HIDDEN * 2
 """Weights of a rank's experts in bf16; they have neither master weights nor moments."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "protection",
     [

@@ -16,6 +16,8 @@ from seated import check_survivors, survivors
 from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
+pytestmark = pytest.mark.ci
+
 NewJob = Callable[..., StockJob]
 Undisturbed = Callable[[Shape], Records]
 

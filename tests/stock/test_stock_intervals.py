@@ -44,6 +44,7 @@ def drawn(seed: int) -> list[str]:
     return flags + draw.choice([["--log-params-norm"], ["--log-num-zeros-in-grad"], ["--exit-duration-in-mins", "60"]])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("interval", "protection", "faults"),
     [
@@ -68,6 +69,7 @@ def test_a_job_that_logs_seldom_goes_on_after_its_recovery(
     assert len(logged) == 1 or interval == "1", outcome.said
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shape", "strategy", "faults"),
     [
@@ -84,6 +86,7 @@ def test_a_job_that_logs_seldom_goes_on_where_ranks_keep_their_processes(
     assert job.records() == undisturbed(shape)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (0, *range(2, 12)))])
 def test_whatever_is_done_at_intervals_a_recovered_job_does_on_all_ranks_or_on_none(new_job: NewJob, seed: int) -> None:
     flags = drawn(seed)
@@ -95,6 +98,7 @@ def test_whatever_is_done_at_intervals_a_recovered_job_does_on_all_ranks_or_on_n
     assert job.records() == whole.records(), flags
 
 
+@pytest.mark.ci
 def test_ranks_that_wait_for_each_other_in_different_places_are_named_with_both_and_the_job_recovers(
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:

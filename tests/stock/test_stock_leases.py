@@ -56,6 +56,7 @@ def test_a_job_is_refused_in_the_folders_of_a_running_one_and_a_requeue_of_that_
     assert not list(tmp_path.rglob(LEASE)), "a good end releases them"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_another_job_stored_is_taken_when_it_is_asked_for(new_job, tmp_path: Path, strategy: str) -> None:
     storing = "--moe-ckpt-persist-dir", tmp_path, "--moe-ckpt-persist-interval", 2

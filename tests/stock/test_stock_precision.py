@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from effort import cases
 from engine import world_with_engine
 from stock_jobs import OVERFLOWING, Shape, StockJob
 from stock_recording import unprotected
@@ -42,9 +43,7 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.full] if row in ("row 2", "row 3", "row 4") else []) for row in ROWS]
-)
+@pytest.mark.parametrize("row", cases(ROWS, fast=("row 5",), full=("row 2", "row 3", "row 4")))
 def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     row: str, engine_world: World, memory: Path, tmp_path: Path
 ) -> None:
@@ -62,6 +61,7 @@ def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     assert jobs["killed"].records() == jobs["undisturbed"].records()
 
 
+@pytest.mark.ci
 def test_a_job_that_has_made_no_step_yet_is_saved_and_goes_on_exactly(new_job, undisturbed, tmp_path: Path) -> None:
     """Without Transformer Engine core cannot save the counts of an optimizer that was never stepped."""
     job, save = new_job(OVERFLOWING), tmp_path / "save"

@@ -69,6 +69,7 @@ def test_communication_overlapped_across_microbatches_is_refused_with_sparse_onl
     assert verdict(DEEPSEEK_V3, *flags, *SPARSE).startswith(f"refused: {flag} does not go with")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("recipe", "protection"),
     [

@@ -76,6 +76,7 @@ def test_a_killed_job_of_another_layout_or_precision_ends_as_the_undisturbed_one
     assert skipped == ({True, False} if shape is HALF else {False})
 
 
+@pytest.mark.ci
 def test_a_script_of_a_users_own_ends_as_undisturbed_after_a_kill(new_job, undisturbed) -> None:
     job, fault = new_job(SCRIPT), ("--moe-ckpt-inject-fault", "0@4:step")
     job.run(*FULL, *fault, codes={KILLED})
@@ -102,6 +103,7 @@ def test_replayed_iterations_are_not_logged_again(new_job) -> None:
     assert logged == [5, 6], outcome.said
 
 
+@pytest.mark.ci
 def test_a_job_without_a_strategy_goes_on_from_its_checkpoint_where_core_alone_fails(
     new_job, undisturbed, tmp_path: Path
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_job_without_a_strategy_goes_on_from_its_checkpoint_where_core_alone_f
     assert iterations(job.records()) == iterations(undisturbed(FOUR))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "protection", [pytest.param(FULL, id="full"), pytest.param(SPARSE, id="sparse", marks=pytest.mark.full)]
 )
@@ -137,6 +140,7 @@ def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     assert job.ran(0)[-1] == ITERATIONS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("off_s", [-86_400.0, pytest.param(1e8, marks=pytest.mark.full)], ids=["behind", "ahead"])
 def test_a_start_whose_clock_is_off_goes_on_from_storage_and_so_does_the_one_after_it(
     new_job, undisturbed, tmp_path: Path, off_s: float
@@ -236,6 +240,7 @@ def evaluations(*attempts: Outcome) -> list[str]:
     ]
 
 
+@pytest.mark.ci
 def test_an_evaluation_that_the_fault_kept_from_reads_what_the_undisturbed_one_reads(made_up: MadeUp) -> None:
     (records, evaluated, _), (recovered, made, _) = made_up.whole, made_up.recovered
     assert made == evaluated
@@ -243,6 +248,7 @@ def test_an_evaluation_that_the_fault_kept_from_reads_what_the_undisturbed_one_r
     assert recovered == records
 
 
+@pytest.mark.ci
 def test_a_save_that_the_fault_kept_from_has_the_bits_of_the_undisturbed_one(made_up: MadeUp) -> None:
     (*_, whole), (*_, job) = made_up.whole, made_up.recovered
     assert not differences(digest(job, 5), digest(whole, 5))
@@ -264,6 +270,7 @@ def on_a_host_called(name: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.ci
 def test_a_machine_that_has_another_name_after_the_fault_finds_its_memory(new_job) -> None:
     job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "0@4:end")
     job.run(*FULL, *fault, hooks=[partial(on_a_host_called, "before")], codes={KILLED})

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 from stock_jobs import ALONE, StockJob
 from stock_recording import counting_objects
 from world import ROOT
+
+pytestmark = pytest.mark.ci
 
 NewJob = Callable[..., StockJob]
 

@@ -12,6 +12,8 @@ from runs import metrics
 from stock_jobs import ALONE, StockJob
 from world import Outcome
 
+pytestmark = pytest.mark.ci
+
 FULL = ("--moe-ckpt-strategy", "full")
 KILLED = -signal.SIGKILL
 STANDS = 2

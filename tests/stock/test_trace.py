@@ -13,6 +13,8 @@ from stock_recording import traced
 from test_stock_recovery import FULL, KILLED, SPARSE
 from world import ROOT
 
+pytestmark = pytest.mark.ci
+
 BUDGETS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["budgets"]["entered"]
 
 
