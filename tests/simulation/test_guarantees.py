@@ -139,9 +139,11 @@ def reuse_early(store: FakeStore, nbytes: int) -> Segment:
     return segment
 
 
-def arrive_on_the_older(arrival: StoreReplica, store: FakeStore, writer: object, manifest: Manifest) -> None:
+def arrive_on_the_older(
+    arrival: StoreReplica, store: FakeStore, writer: object, manifest: Manifest, follow: object = None
+) -> None:
     """A replica is received into the buffer of the replica that it is to replace."""
-    ARRIVE(arrival, store, writer, manifest)  # type: ignore[arg-type]
+    ARRIVE(arrival, store, writer, manifest, follow)  # type: ignore[arg-type]
     older = [one for one in sealed_in(store.memory) if one.snapshot and one.snapshot.rank == manifest.snapshot.rank]
     if older:
         arrival.buffer = older[0].lend(0, manifest.layout.nbytes)

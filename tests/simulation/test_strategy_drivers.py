@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seldom import Nothing, Seldom
+import seldom
 from simulated import EXPERTS, LAYERS, Simulation
 
+from megatron.core.dist_checkpointing.moe import strategies
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -39,9 +40,10 @@ SHAPE = ModelShape("tiny", LAYERS, 8, 2, 16, 16, num_experts=EXPERTS)
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one line that each strategy adds."""
-    monkeypatch.setitem(STRATEGIES, "seldom", Seldom)
-    monkeypatch.setitem(STRATEGIES, "nothing", Nothing)
+    """The folder and the line that each strategy adds."""
+    for kind in ("Seldom", "Nothing"):
+        monkeypatch.setitem(sys.modules, f"{strategies.__name__}.{kind.lower()}", seldom)
+        monkeypatch.setitem(strategies._REGISTRY, kind.lower(), strategies._Registered(kind, ("replay_",)))
 
 
 def routed(rank: int, iteration: int) -> dict[int, tuple[int, ...]]:
@@ -86,9 +88,11 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from moe_ckpt.megatron_core import skip_megatron_core
 skip_megatron_core()
-from seldom import Nothing, Seldom
-from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
-STRATEGIES.update(seldom=Seldom, nothing=Nothing)
+import seldom
+from megatron.core.dist_checkpointing.moe import strategies
+for kind in ("Seldom", "Nothing"):
+    sys.modules[f"{{strategies.__name__}}.{{kind.lower()}}"] = seldom
+    strategies._REGISTRY[kind.lower()] = strategies._Registered(kind)
 from moe_ckpt.commands.main import main
 main()
 """
@@ -150,7 +154,7 @@ def test_the_planner_plans_each_snapshot_of_a_job_from_its_counts(
     config = JOBS[name]
     recorded = Recorded(STRATEGIES[config.strategy])
     with monkeypatch.context() as patched:
-        patched.setitem(STRATEGIES, config.strategy, recorded.kind)
+        patched.setattr(type(STRATEGIES), "__getitem__", lambda _, name: recorded.kind)
         Simulation(config, iterations=30, counts=routed).run(3)
     assert recorded.job is not None
     counts = tmp_path / "counts.json"

@@ -75,7 +75,8 @@ def test_plans_are_those_of_a_job_under_the_real_coordinator(
     config = MoECheckpointConfig(replicas=1, **flags)
     recorded = Recorded()
     with monkeypatch.context() as patched:
-        patched.setitem(STRATEGIES, config.strategy, recorded.making(STRATEGIES[config.strategy]))  # type: ignore[arg-type]
+        making = recorded.making(STRATEGIES[config.strategy])
+        patched.setattr(type(STRATEGIES), "__getitem__", lambda _, name: making)
         # Iterations take long enough for copies and replicas, as where memory and links are not too slow.
         Simulation(config, iterations=ITERATIONS, counts=counts_of, each=lambda job, rank: job.world.sleep(1.0)).run(
             seed=0

@@ -123,7 +123,7 @@ def test_a_window_that_cannot_grow_stays_and_its_snapshot_is_planned_again() -> 
 def test_other_strategies_take_no_snapshots_where_there_is_no_room(name: str) -> None:
     strategy = STRATEGIES[name](job_of(MoECheckpointConfig(strategy=name)))
     assert strategy.plan(1) is not None
-    assert "unprotected" in strategy.buffers_refused()
+    assert "not protected" in strategy.buffers_refused()
     assert strategy.plan(2) is None and not strategy.due(3)
     assert strategy.buffer_specs() == NO_BUFFERS
     assert strategy.buffers_refused() == ""
