@@ -64,6 +64,8 @@ def test_on_a_terminal_a_bar_is_drawn_for_long_work_only(work_s: float, monkeypa
             advance(1_000_000)
         stderr.write("end")
         stderr.flush()
-        drawn = os.read(controller, 10_000).decode()
+        drawn = ""
+        while not drawn.endswith("end"):
+            drawn += os.read(controller, 10_000).decode()
     os.close(controller)
     assert ("reading tensors" in drawn) == bool(work_s)
