@@ -28,7 +28,10 @@ REAL = ("process", "stock", "install", "gpu")
 TEST_CPU_S, FILE_CPU_S = 5.0, 20.0
 """What a test of `make test` may compute, and all of its file: with children and fixtures, but those of the session."""
 
-DEARER: dict[str, str] = {}
+DEARER = {
+    "test_staged_recovery.py": "kills at many events of a simulated job, in place of as many real ones",
+    "test_sparse_windows.py": "the same",
+}
 """Names of tests and of files that may compute for longer, and why."""
 
 

@@ -19,7 +19,7 @@ from test_guarantees import Vandal
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED, Scope
 from megatron.core.dist_checkpointing.moe.types.layout import SnapshotId
 
-full = pytest.mark.full
+ci, full = pytest.mark.ci, pytest.mark.full
 BY_STAGE = (0, 0, 1, 1, 2, 2, 3, 3)
 MIXED = (0, 1, 0, 1, 0, 1, 0, 1)
 
@@ -115,7 +115,7 @@ def test_a_kill_at_any_event_costs_at_most_the_iterations_of_its_own_stage(step:
         assert rolled
 
 
-@pytest.mark.parametrize("step", [pytest.param(331, id="sample"), pytest.param(17, id="full", marks=full)])
+@pytest.mark.parametrize("step", [pytest.param(331, id="sample", marks=ci), pytest.param(17, id="full", marks=full)])
 def test_a_second_kill_while_others_park_restart_or_replay_is_survived(step: int, when: dict[int, int]) -> None:
     """Of a rank that waits, and of one that replays; counted from the first kill on."""
     for victim in (2, 4):
@@ -202,7 +202,7 @@ def test_parked_state_that_proves_damaged_lets_its_stage_replay_too(when: dict[i
     assert replaying(job) == {0, 3}
 
 
-@pytest.mark.parametrize("most", [pytest.param(1, id="sample"), pytest.param(2, id="full", marks=full)])
+@pytest.mark.parametrize("most", [pytest.param(1, id="sample", marks=ci), pytest.param(2, id="full", marks=full)])
 def test_gradients_that_prove_damaged_are_made_again_from_the_parked_state(most: int) -> None:
     world, _ = Staged(stages=3).run(1)
     remade = 0

@@ -96,6 +96,7 @@ def test_work_that_has_ended_is_not_kept(lane: ThreadExecutor) -> None:
     assert gone() is None
 
 
+@pytest.mark.ci
 def test_a_lane_at_work_does_not_keep_a_process_from_ending() -> None:
     program = (
         "import threading\n"

@@ -38,6 +38,7 @@ def test_each_is_there_for_jobs_that_ask_for_it_alone(name: str) -> None:
     assert kind.__doc__
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["full", "sparse"])
 def test_a_job_imports_neither_extensions_nor_strategies_that_it_does_not_ask_for(strategy: str) -> None:
     code = f"""

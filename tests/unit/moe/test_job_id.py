@@ -90,6 +90,7 @@ def test_a_job_with_a_name_does_not_look_for_another_one(tmp_path: Path, monkeyp
     assert claim(MoECheckpointConfig(memory_dir=str(tmp_path))) == JobClaim("mine", "", "mine")
 
 
+@pytest.mark.ci
 def test_a_wrapper_between_launcher_and_worker_is_passed_by() -> None:
     code = "from megatron.core.dist_checkpointing.moe.storage.ownership import launcher; print(launcher())"
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"

@@ -95,6 +95,7 @@ def test_a_rank_and_what_it_has_forked_end_with_its_launcher(launched: bool) -> 
     assert said.count("rank 7: the launcher of this rank has ended, so it ends too") == int(launched), said
 
 
+@pytest.mark.ci
 def test_processes_in_which_core_writes_checkpoints_end_with_a_trainer_that_is_killed() -> None:
     trainer = run(TRAINER)
     assert trainer.stdout is not None

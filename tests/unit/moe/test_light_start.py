@@ -38,6 +38,7 @@ def test_nothing_of_torch_or_megatron_core_is_imported(arguments: tuple[str, ...
     assert not heavy & imported
 
 
+@pytest.mark.ci
 def test_commands_that_read_checkpoints_bring_megatron_core_in() -> None:
     code = """
 from moe_ckpt.megatron_core import skip_megatron_core
@@ -73,6 +74,7 @@ print(is_skipped())
 """
 
 
+@pytest.mark.ci
 def test_reading_a_checkpoint_imports_megatron_core_only_where_it_holds_objects_of_it() -> None:
     result = run("-W", "ignore", "-c", READS)
     assert result.stdout.split() == ["True", "False", "False"], result.stderr[-500:]

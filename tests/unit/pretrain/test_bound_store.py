@@ -42,7 +42,13 @@ def test_a_taken_port_is_named_in_one_line_with_what_to_do() -> None:
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("nodes", [["--nnodes", "2"], []], ids=["several nodes", "one node"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        pytest.param(["--nnodes", "2"], id="several nodes"),
+        pytest.param([], id="one node", marks=pytest.mark.ci),
+    ],
+)
 def test_a_launcher_that_finds_its_port_taken_ends_with_that_line(nodes: list[str]) -> None:
     store = bound_store("127.0.0.1")
     code = f"""

@@ -353,6 +353,7 @@ def gather_rows(rank: int, store: Path, results: Path) -> None:
             torch.save({"gathered": gathered.detach(), "gradient": own.grad}, results / f"{case}_{rank}.pt")
 
 
+@pytest.mark.ci
 def test_as_many_tokens_as_each_rank_has_are_gathered_and_their_gradients_come_back(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(gather_rows, (tmp_path / "store", tmp_path), nprocs=2)
     for case, sizes in enumerate([[3, 1], [0, 2]]):

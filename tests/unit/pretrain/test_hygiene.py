@@ -331,7 +331,12 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize(
-    "what", ["", "heartbeat.own_heartbeat()", "heartbeat.own_heartbeat().loads()"], ids=["imports", "starts", "loads"]
+    "what",
+    [
+        pytest.param("", id="imports", marks=pytest.mark.ci),
+        pytest.param("heartbeat.own_heartbeat()", id="starts", marks=pytest.mark.ci),
+        pytest.param("heartbeat.own_heartbeat().loads()", id="loads"),
+    ],
 )
 def test_a_rank_that_is_stopped_before_its_first_iteration_is_named_and_ended(
     what: str, watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture

@@ -275,6 +275,7 @@ def wandb_job(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict
     return done, lines(jsonl)
 
 
+@pytest.mark.ci
 def test_weights_and_biases_gets_iterations_that_come_again_too(tmp_path: Path) -> None:
     done, found = wandb_job(tmp_path)
     assert len(found) == 6 and "training goes on" not in done.stderr

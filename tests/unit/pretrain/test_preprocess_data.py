@@ -176,6 +176,7 @@ def test_an_output_place_that_is_a_file_is_refused(tmp_path: Path) -> None:
         preprocess(request_for([tmp_path / "in.txt"], tmp_path / "in.txt" / "out"), ignore_progress)
 
 
+@pytest.mark.ci
 def test_the_tool_makes_a_corpus_and_says_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("some text")
     flags = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "out"), "--append-eod"]

@@ -193,6 +193,7 @@ def test_where_there_is_a_gpu_nobody_waits_for_a_standby_to_be_copied(
     assert not channel.can_be_copied_later()
 
 
+@pytest.mark.ci
 def test_ends_of_adopted_processes_are_noted_and_those_of_own_ones_left_to_who_asks() -> None:
     script = """
 import os, subprocess, sys, time
