@@ -16,6 +16,7 @@ from types import ModuleType
 import click
 import pytest
 from megatron_flags import options, parser
+from tiers import tier_of
 
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.seats.run import parse_options
@@ -28,7 +29,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (RO
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([^`\n]+)`")
-TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`(?: \(`make (\S+)`\))?")
 OURS = re.compile(rf"(?:{'|'.join(FOLDERS)})/[^\s<>]*|pretrain_gpt_moe\.py")
 CHECKED = re.compile(
     rf"(?:moe-ckpt|make|torchrun|sbatch|bash|python|\.venv/bin/\S+|(?:{'|'.join(FOLDERS)})/\S*)(?: |$)"
@@ -229,7 +230,26 @@ def test_flags_of_the_subsystem_that_are_named_exist(page: Path) -> None:
 @every_page
 def test_tests_that_are_named_exist(page: Path) -> None:
     named_tests = TEST.findall(page.read_text(encoding="utf-8"))
-    assert not [(path, name) for path, name in named_tests if name not in functions_in(path)]
+    assert not [(path, name) for path, name, _ in named_tests if name not in functions_in(path)]
+
+
+def test_guarantees_say_which_tier_runs_each_test_where_that_is_not_make_test() -> None:
+    named_tests = TEST.findall((ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8"))
+    tiers = [(name, told or "test", tier_of(ROOT / path, name)) for path, name, told in named_tests]
+    assert [(name, f"runs in make {tier}, not in make {told}") for name, told, tier in tiers if told != tier] == []
+
+
+def test_the_tier_of_a_test_is_that_of_its_cheapest_case(tmp_path: Path) -> None:
+    (tmp_path / "cases.py").write_text(
+        "import pytest\nci, full = pytest.mark.ci, pytest.mark.full\n"
+        "@pytest.fixture(params=[pytest.param(1, marks=ci), pytest.param(2, marks=full)])\ndef made(request): ...\n"
+        "def plain(): ...\n@full\ndef marked(): ...\ndef of_fixture(made): ...\n"
+        "@pytest.mark.parametrize('one', [pytest.param(1, marks=full), 2])\ndef sampled(one): ...\n"
+        "@pytest.mark.parametrize('one', [pytest.param(1, marks=[full])])\ndef left_out(one, made): ...\n"
+    )
+    names = ("plain", "sampled", "of_fixture", "marked", "left_out")
+    found = [tier_of(tmp_path / "cases.py", name) for name in names]
+    assert found == ["test", "test", "test-ci", "test-full", "test-full"]
 
 
 def test_each_guarantee_says_when_it_ends_and_which_test_shows_it() -> None:
