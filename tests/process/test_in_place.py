@@ -97,16 +97,6 @@ def test_each_rank_may_be_lost_in_each_phase_of_an_iteration(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["sparse --moe-ckpt-window 2", "full"])
-def test_ranks_of_all_nodes_keep_their_processes_but_the_one_that_was_lost(
-    strategy: str, job: Job, train: Train, tmp_path: Path
-) -> None:
-    seats = job(Layout(), strategy, faults="1@4:forward-backward 2@5:step", nodes=2)
-    check_survivors(seats, Layout().ranks, [{1}, {2}])
-    check_state(train, Layout(), tmp_path)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(("victim", "lost"), [(1, {0, 1}), (2, {2, 3})])
 def test_ranks_of_the_other_node_keep_their_processes_while_a_spare_takes_the_place_of_a_lost_node(
     victim: int, lost: set[int], job: Job, train: Train, tmp_path: Path

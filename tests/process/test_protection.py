@@ -11,16 +11,6 @@ from runs import Layout, Train, differences, digest, reports_in
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 
-LAYOUTS = [
-    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=4), ("--bf16",), True, id="pp2-ep2-bf16", marks=pytest.mark.full),
-    pytest.param(Layout(tp=1, pp=1, ep=4, ranks=4), (), True, id="ep4-fp32", marks=pytest.mark.full),
-    pytest.param(Layout(tp=2, pp=1, ep=2, ranks=4), ("--bf16",), True, id="tp2-ep2-bf16"),
-    pytest.param(Layout(tp=1, pp=2, ep=2, ranks=8), (), True, id="pp2-ep2-on-8-fp32", marks=pytest.mark.full),
-    pytest.param(
-        Layout(tp=1, pp=2, ep=1, ranks=4), ("--bf16",), False, id="plain-optimizer-bf16", marks=pytest.mark.full
-    ),
-]
-
 
 def undisturbed(train: Train, folder: Path, layout: Layout, *extra: object, distributed: bool = True) -> None:
     """The run to compare with: the same flags without faults and without snapshots."""
@@ -40,24 +30,6 @@ def assert_same_end(straight: Path, killed: Path) -> None:
     """Every loss, and every bit of the final state."""
     assert losses(killed / "reports") == losses(straight / "reports")
     assert not differences(digest(killed, 6), digest(straight, 6))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("layout", "precision", "distributed"), LAYOUTS)
-def test_after_a_kill_training_ends_in_the_state_of_an_undisturbed_run(
-    layout: Layout, precision: tuple[str, ...], distributed: bool, cluster: Cluster, train: Train, tmp_path: Path
-) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    undisturbed(train, straight, layout, *precision, distributed=distributed)
-    outcomes = cluster.run(
-        layout, *FULL, *precision, "--metrics-jsonl", killed / "reports", "--save", killed,
-        "--moe-ckpt-inject-fault", "2@6", distributed=distributed,
-        hooks=(once_sealed(cluster.memory, 4, layout.ranks),),
-    )  # fmt: skip
-    assert len(outcomes) == 2
-    assert recovered(outcomes[1])[0] == "recovered iteration 4 exactly", outcomes[1].said
-    assert_same_end(straight, killed)
-    assert not list(cluster.memory.iterdir()), "the memory goes back to the node at the end of training"
 
 
 def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move(
@@ -135,24 +107,6 @@ def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(cluster: Cluster,
     assert table[0] == "recovered iteration 3 exactly", outcomes[1].said
     assert any("refused: snapshot of rank 0 after iteration 3" in line for line in table), table
     assert any(line.startswith("  peer memory of node 1") for line in table), table
-    assert_same_end(straight, killed)
-
-
-@pytest.mark.full
-def test_without_an_intact_copy_of_the_newest_snapshot_all_ranks_take_an_older_one(
-    cluster: Cluster, train: Train, tmp_path: Path
-) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
-    undisturbed(train, straight, layout)
-    storage = ["--moe-ckpt-persist-dir", tmp_path / "storage", "--moe-ckpt-persist-interval", "2"]
-    outcomes = cluster.run(
-        layout, *FULL, *storage, "--metrics-jsonl", killed / "reports", "--save", killed,
-        "--moe-ckpt-inject-fault", "1@6:step",
-        between=lambda _: flip_newest(cluster.memory / "node-0"),
-    )  # fmt: skip
-    table = recovered(outcomes[1])
-    assert table[0].startswith("recovered iteration"), outcomes[1].said
-    assert any("refused: " in line for line in table), table
     assert_same_end(straight, killed)
 
 

@@ -72,7 +72,7 @@ def assert_resumed_exactly(straight: Straight, train: Train, tmp_path: Path) -> 
     return check
 
 
-# Tensor parallelism and a replicated optimizer are loaded in `test_resharding.py` and `test_partial_saves.py` too.
+# Tensor parallelism and a replicated optimizer are loaded in `test_partial_saves.py` too.
 SAMPLE = [
     (Layout(tp=1, pp=2, ep=2), ["--bf16", *ASYNC, RESHARDABLE, *BIAS], DISTRIBUTED),
     pytest.param(Layout(tp=1, pp=2, ep=1, vpp=2), [*APART, *UNTIED, *OVERLAP], DISTRIBUTED, marks=pytest.mark.ci),

@@ -46,25 +46,17 @@ FIRST = dict.fromkeys(PHASES, 8) | {"save": SAVE_INTERVAL}
 """By phase, an iteration that has it and comes after the first window."""
 
 # Each value of each dimension at least once: precision, optimizer, window, routing, embeddings, dropout, and the kinds
-# of parallelism. The others repeat them in further layouts.
+# of parallelism. The product below repeats them in further layouts.
 SAMPLE = {
     "ep2-fp16-skips": Case(PAIR, (*FP16, *EXPERT_BIAS, *DROPOUT), window="4"),
     "tp2-plain": Case(TENSOR, (*BF16, *CAPACITY, *SHARED), distributed=False, window="2", faults=("1@8:end",)),
     "vpp2-untied": Case(CHUNK_PAIR, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
 }
-OTHERS = {
-    "vpp2-ep2-untied": Case(CHUNKS, (*FP32, *UNTIED, *DROPOUT), faults=("1@8:step",)),
-    "ep4-capacity": Case(LAYOUTS[1], (*FP32, *CAPACITY, *UNTIED), window="2", faults=("3@8:end", "2@14")),
-    "pp2-ep2-tied": Case(LAYOUTS[2], (*BF16, *SHARED), faults=("2@8:step",)),
-    "tp2-ep2-plain-bias": Case(LAYOUTS[3], (*BF16, *EXPERT_BIAS), distributed=False, window="2", faults=("3@8",)),
-    "pp4": Case(LAYOUTS[4], (*FP32, *AUX_LOSS), faults=("0@8:start", "3@14:forward-backward")),
-    "pp2-ep2-on-8": Case(LAYOUTS[5], (*BF16, *CAPACITY), window="2", faults=("5@8:forward-backward",)),
-    "plain-fp32-shared": Case(Layout(1, 1, 1, ranks=2), SHARED, distributed=False, faults=("0@8:end",)),
-}
-CASES = SAMPLE | OTHERS
+ALONE = {"plain-fp32-shared": Case(Layout(1, 1, 1, ranks=2), SHARED, distributed=False, faults=("0@8:end",))}
+CASES = SAMPLE | ALONE
 
 
-@pytest.mark.parametrize("name", cases(CASES, fast=("ep2-fp16-skips",), full=OTHERS))
+@pytest.mark.parametrize("name", cases(CASES, fast=("ep2-fp16-skips",), full=ALONE))
 def test_after_kills_every_loss_and_every_bit_are_those_of_a_run_without_faults(
     name: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

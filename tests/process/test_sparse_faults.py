@@ -27,17 +27,6 @@ def loaded(outcome: Outcome, iteration: int) -> list[str]:
 
 
 @pytest.mark.full
-def test_six_faults_in_one_run_lose_nothing(cluster: Cluster, fault_free: FaultFree, tmp_path: Path) -> None:
-    points = ("0@5:end", "1@8:start", "0@10:step", "1@12:forward-backward", "0@15", "1@17:end")
-    case = Case(PAIR, MODEL, faults=points)
-    run = killed(cluster, case, tmp_path / "killed")
-    assert len(run.outcomes) == 7
-    assert len(run.replays) == 6
-    assert_replayed(run, 3)
-    assert_identical(run, fault_free(case))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(("nth", "phase"), [(1, "after step"), (2, "before step")])
 def test_a_fault_in_the_middle_of_a_replay_begins_it_anew(
     nth: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
@@ -49,18 +38,6 @@ def test_a_fault_in_the_middle_of_a_replay_begins_it_anew(
     assert recovered(run.outcomes[2])[0].startswith("recovered iteration 6 exactly"), run.outcomes[2].said
     assert_replayed(run, 3)
     assert_identical(run, fault_free(ONE_FAULT))
-
-
-@pytest.mark.full
-def test_a_fault_in_the_first_window_begins_anew_with_the_same_result(
-    cluster: Cluster, fault_free: FaultFree, tmp_path: Path
-) -> None:
-    case = Case(PAIR, MODEL, window="4", faults=("0@4:step",))
-    run = killed(cluster, case, tmp_path / "killed")
-    assert len(run.outcomes) == 2
-    assert not run.replays
-    assert not recovered(run.outcomes[1])
-    assert_identical(run, fault_free(case))
 
 
 @pytest.mark.ci
@@ -184,17 +161,6 @@ def test_all_ranks_plan_the_same_windows_in_a_new_order_after_each_reorder(
     first_steps = {tuple(one["anchored"]) for one in begun}
     assert len(first_steps) > 1, "the order never changed: this shows nothing"
     assert_replayed(run, 3)
-    assert_identical(run, fault_free(case))
-
-
-@pytest.mark.full  # the test below, where it is longer than one iteration, takes its place
-def test_a_window_that_is_chosen_from_measurements_is_exact_too(
-    cluster: Cluster, fault_free: FaultFree, tmp_path: Path
-) -> None:
-    case = Case(PAIR, MODEL, window="auto", faults=("1@9:step", "0@16"))
-    run = killed(cluster, case, tmp_path / "killed")
-    assert len(run.outcomes) == 3
-    assert any(event["event"] == "planned" for event in run.events[0])
     assert_identical(run, fault_free(case))
 
 
