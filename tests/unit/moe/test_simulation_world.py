@@ -263,25 +263,6 @@ def test_a_lane_that_was_shut_down_drops_or_ends_its_work() -> None:
 # Transports
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_messages_of_a_pair_arrive_whole_and_in_order(seed: int) -> None:
-    world = World(seed)
-    _, (here, there) = transports(world)
-    messages = [bytes([at]) * (1 + 37 * at) for at in range(9)]
-    got = [bytearray(len(one)) for one in messages]
-
-    def send() -> None:
-        for transfer in [here.send(1, one) for one in messages]:
-            transfer.wait()
-
-    def receive() -> None:
-        for transfer in [there.receive(0, memoryview(one)) for one in got]:
-            transfer.wait()
-
-    together(world, send, receive)
-    assert [bytes(one) for one in got] == messages
-
-
 def test_a_message_takes_the_time_of_its_bytes() -> None:
     world = World(1, event_s=0.0)
     _, (here, there) = transports(world, latency_s=0.25, bytes_per_s=1000.0)
@@ -371,20 +352,6 @@ def test_a_partition_loses_all_who_need_its_other_side_and_heals() -> None:
     together(world, *(lambda end=end: work(end) for end in ends))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_collectives_need_and_tell_all_ranks(seed: int) -> None:
-    world = World(seed)
-    _, ends = transports(world, 3)
-
-    def work(end: FakeTransport) -> None:
-        for at in range(5):
-            assert end.least([end.rank, 5 - end.rank, at]) == (0, 3, at)
-            assert end.total([end.rank, -(2**40)]) == (3, -3 * 2**40)
-            assert end.gather({"rank": end.rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-
-    together(world, *(lambda end=end: work(end) for end in ends))
-
-
 def test_ranks_that_come_to_different_collectives_are_told() -> None:
     world = World(7)
     _, (here, there) = transports(world)
@@ -406,20 +373,6 @@ def test_two_threads_in_one_transport_are_told() -> None:
     world.spawn(0, "two", lambda: here.least([1]))
     with pytest.raises(UsageError, match=r"rank 0, transport control: (one|two) wants to .* while (one|two) uses it"):
         world.run()
-
-
-def test_transports_of_other_names_are_apart() -> None:
-    world = World(9)
-    network, (here, there) = transports(world)
-    others = [FakeTransport(network, rank, "replicas") for rank in range(2)]
-
-    def work(first: FakeTransport, second: FakeTransport, number: int) -> None:
-        assert first.total([1]) == (2,)
-        assert second.total([number]) == (30,)
-        first.close()
-        assert second.total([number]) == (30,)
-
-    together(world, lambda: work(here, others[0], 10), lambda: work(there, others[1], 20))
 
 
 def test_after_a_failure_all_ranks_connect_anew_and_old_messages_are_void() -> None:
@@ -634,30 +587,6 @@ def test_a_job_comes_to_its_end_right_after_a_crash_at_each_event(wipe: bool, st
             job, world = run_job(event, crash={rank: event}, wipe=wipe)
             if world.life_of(rank):
                 assert (len(job.starts), job.starts[0].killed) == (2, (rank,))
-
-
-def test_a_job_is_repeated_by_its_seed() -> None:
-    assert run_job(3, crash={1: 100})[1].trace == run_job(3, crash={1: 100})[1].trace
-
-
-def test_ranks_that_move_find_what_their_node_keeps() -> None:
-    world = World(5, should_crash=lambda rank, event: event.text == "dies")
-    found = {}
-
-    def make(rank: int, ports: RankPorts) -> Callable[[], None]:
-        def main() -> None:
-            if ports.start == 0:
-                with ports.memory.reserve(SnapshotId(7, rank), ports.capturer.layout(full_plan(7, ()))) as writer:
-                    writer.seal(Facts("job"))
-                ports.transport("control").total([1])
-                world.event("dies")
-            found[rank] = (ports.node, ports.memory.snapshots().sealed)
-
-        return main
-
-    job = SimulatedJob(world, 3, lambda rank: SHARDS, SEGMENTS, nodes=lambda start: ((0, 0, 1), (1, 0, 0))[start])
-    job.run(make)
-    assert found == {0: (1, (SnapshotId(7, 2),)), 1: (0, (SnapshotId(7, 0),)), 2: (0, (SnapshotId(7, 1),))}
 
 
 def test_a_defect_of_the_code_under_test_is_raised_with_its_seed() -> None:
