@@ -286,7 +286,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.parametrize("name", cases(DYNAMIC, fast=("in turn", "memory only", "three of eight")))
+@pytest.mark.parametrize("name", cases(DYNAMIC, fast=("in turn", "three of eight")))
 def test_with_a_threshold_no_sequence_of_faults_costs_more(name: str) -> None:
     job = DYNAMIC[name]
     raised, used = 0, Fraction(0)
