@@ -11,10 +11,10 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.ledger import LossRecord, TokenLedger
 from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import mlt, plt_moc, plt_pec
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION
 from megatron.core.dist_checkpointing.moe.types import STANDBY
+from megatron.core.dist_checkpointing.moe.types.recovery import spans
 from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_slot, survey_snapshot, survey_storage
 from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Fact, Report, Table, table

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.recovery.table import spans
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, WRITING, SlotEntry
 from megatron.core.dist_checkpointing.moe.types import STANDBY, OperatorId, Part
 from megatron.core.dist_checkpointing.moe.types.layout import Manifest, SnapshotId, Torn
+from megatron.core.dist_checkpointing.moe.types.recovery import spans
 from moe_ckpt.checkpoints.persist_dir import PersistDir
 from moe_ckpt.checkpoints.slots import Slot
 

@@ -117,7 +117,7 @@ ROWS = {
         "megatron.core psutil torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
-    f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage recovery", "fsspec torch", "dense report"),
+    f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage", "fsspec torch", "dense report"),
     f"{TOOLS}.runs": Row("errors storage", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
     f"{TOOLS}.commands": Row(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..types import OperatorId, Part, RecoveryPlan, Refusal, RefusalReason, ReplaySegment, Tier
+from ..types.recovery import spans
 from .exactness import Exactness
 
 _PARTS = {
@@ -154,14 +155,3 @@ def _stages(stages: Collection[int]) -> str:
 
 def _span(iterations: range) -> str:
     return f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else "".join(map(str, iterations))
-
-
-def spans(numbers: set[int]) -> str:
-    """Numbers as ranges: 0-3,6."""
-    spans: list[list[int]] = []
-    for rank in sorted(numbers):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)

@@ -199,3 +199,14 @@ def received_key(direction: Direction) -> str:
     """The key of the fingerprints of all that came this way, in a log: 64 bits each, in the order of arrival; 0 where
     none was taken."""
     return f"received/{direction.value}"
+
+
+def spans(numbers: set[int]) -> str:
+    """Numbers as ranges: 0-3,6."""
+    spans: list[list[int]] = []
+    for rank in sorted(numbers):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
