@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousTimeoutError,
@@ -19,6 +21,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from megatron.pretrain.rendezvous import NodesHandler
+
+log = logging.getLogger(__name__)
 
 
 class NotNeeded(Exception):
@@ -97,6 +101,12 @@ class SpareHandler(NodesHandler):
             except RendezvousClosedError as error:
                 if self._trained and not (self._executor.was_redundant or self._is_full):
                     raise
+                raise NotNeeded from error
+            except RendezvousConnectionError as error:
+                # The node with the store may leave before this one has seen that the job has ended.
+                if not self._executor.was_redundant:
+                    raise
+                log.warning("the store of the rendezvous is gone, and this node was a spare of its job: it ends")
                 raise NotNeeded from error
             except RendezvousTimeoutError:
                 if not self._is_full:
