@@ -85,7 +85,7 @@ ROWS = {
     f"{ENGINE}.extensions.gradient_replicas": Row(
         f"{VALUES} extensions policy ports replication strategies megatron_state", "megatron.core torch"
     ),
-    f"{ENGINE}.extensions.persist_agent": Row("errors extensions replication runtime snapshot storage"),
+    f"{ENGINE}.extensions.persist_agent": Row("errors extensions snapshot storage"),
     f"{ENGINE}.extensions.shard": Row(
         f"{VALUES} extensions policy strategies megatron_state", "megatron.core torch"
     ),

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import ModuleType
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.core.dist_checkpointing.moe import extensions
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.extensions import EXTENSIONS, Additions, Extension, asked_for
+from megatron.core.dist_checkpointing.moe.extensions import (
+    EXTENSIONS,
+    Additions,
+    Extension,
+    asked_for,
+    persist_agent,
+    wait_for_agent,
+)
+from megatron.core.dist_checkpointing.moe.extensions.persist_agent import agent
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, owners_of
 
 ENGINE = "megatron.core.dist_checkpointing.moe"
@@ -61,7 +71,7 @@ def test_one_that_does_nothing_is_a_folder_and_a_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(extensions, "EXTENSIONS", {"idle": lambda config: True})
     (idle,) = asked_for(MoECheckpointConfig(strategy="full"))
     one, added = idle(session=None), Additions()
-    for call in (one.chosen, one.opened, one.passes, one.reduced, one.copying, one.stop):
+    for call in (one.chosen, one.opened, one.passes, one.reduced, one.copying, one.failed, one.stop):
         call()
     one.protects(added)
     assert one.share is None and one.reported("as it was") == "as it was"
@@ -73,3 +83,31 @@ def test_a_setting_is_for_the_strategy_whose_line_names_how_it_begins() -> None:
     assert [owners_of(name) for name in ("window", "pec_k_snapshot", "capacity_boost", "interval")] == [
         ("sparse",), ("pec",), ("selective",), (),
     ]  # fmt: skip
+
+
+def test_a_job_waits_for_the_agent_of_an_earlier_attempt_though_it_has_none_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[tuple[Path, float | None]] = []
+    monkeypatch.setattr(agent, "wait_for_agent", lambda slot, limit_s: waited.append((slot, limit_s)))
+    wait_for_agent(tmp_path, None)
+    assert waited == []
+    (tmp_path / agent.LOCK).touch()
+    wait_for_agent(tmp_path, None)
+    assert waited == [(tmp_path, None)]
+
+
+def test_an_agent_goes_on_where_training_fails_and_is_let_go_at_a_good_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    fake = SimpleNamespace(close=lambda: closed.append(True), announce=lambda orders: None)
+    monkeypatch.setattr(persist_agent, "PersistAgent", lambda *facts: fake)
+    config = MoECheckpointConfig(strategy="full", persist_dir=str(tmp_path), persist_agent_s=5.0)
+    memory, control = SimpleNamespace(store=SimpleNamespace(directory=tmp_path)), SimpleNamespace(rank=0)
+    one = persist_agent.EXTENSION(SimpleNamespace(config=config, control=control, memory=memory, held=ExitStack()))
+    one.protects(Additions())
+    one.failed()
+    assert closed == []
+    one.stop()
+    assert closed == [True]

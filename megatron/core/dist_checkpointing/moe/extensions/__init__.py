@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from ..config import MoECheckpointConfig
@@ -24,9 +25,24 @@ def load(name: str) -> ModuleType:
     return import_module(f".{name}", __name__)
 
 
+AGENT_LOCK = "persisting.lock"
+"""In the slot of a process that has, or had, a persist agent."""
+
+
+def wait_for_agent(slot: Path, limit_s: float | None) -> None:
+    """Wait for the agent of an earlier attempt, also in a job that has none itself.
+
+    Args:
+        slot: Of this process, in memory.
+        limit_s: How long an agent of this job may take; None where it has none.
+    """
+    if (slot / AGENT_LOCK).exists():
+        load("persist_agent.agent").wait_for_agent(slot, limit_s)
+
+
 def asked_for(config: MoECheckpointConfig) -> tuple[type[Extension], ...]:
     """Those that a job with these settings has, in the order of the table."""
     return tuple(load(name).EXTENSION for name, is_asked_for in EXTENSIONS.items() if is_asked_for(config))
 
 
-__all__ = ["EXTENSIONS", "Additions", "Extension", "Share", "asked_for", "load"]
+__all__ = ["EXTENSIONS", "Additions", "Extension", "Share", "asked_for", "load", "wait_for_agent"]

@@ -139,5 +139,8 @@ class Extension:
         """A `ProtectionReport`, with what this extension has to tell."""
         return report
 
+    def failed(self) -> None:
+        """Training ends with an error on this rank: nothing is waited for, and this process may be gone at any time."""
+
     def stop(self) -> None:
-        """Training has ended, well or not."""
+        """Training has ended well, and all that was begun beside it has come to its end."""

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..boot_clock import SystemClock
 from ..config import MoECheckpointConfig
 from ..errors import format_error
-from ..extensions import Additions, Extension, asked_for
+from ..extensions import Additions, Extension, asked_for, wait_for_agent
 from ..local_recovery.survivor import Survivor
 from ..megatron_state.module_tree import drops_tokens, model_operators
 from ..megatron_state.popularity import TokenCounter
@@ -57,6 +57,7 @@ from .process_info import (
     memory_folder,
     open_persistent,
     replicas_placed,
+    slot_of,
     take_over_renamed,
 )
 from .rank_memory import RankMemory
@@ -170,6 +171,7 @@ class ProtectedSession(Session):
     def _open_memory(self) -> None:
         config, state, layout = self.config, self.state, parallel_layout(self.topology, self.config.shard)
         self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, state.layout))
+        self._together(lambda: wait_for_agent(slot_of(config, self.place), config.persist_agent_s))
         places = config, self.place, self.job, self.strategy, state, self.training
         self.memory = RankMemory(*places, self.control, self.owners, self._clock)
         self.held.callback(lambda: self.memory.close(began=self._began))
@@ -430,7 +432,8 @@ class ProtectedSession(Session):
 
     def failure(self, cause: Cause) -> None:
         self._timestamps.mark(Milestone.DETECTED)
-        self._stop_extensions()
+        for extension in self._extensions:
+            extension.failed()
         # Before anything is parked: that uses the same copy engine, which takes one round of copies at a time.
         if self.coordinator is not None:
             self._status.close()
@@ -449,10 +452,6 @@ class ProtectedSession(Session):
             keep(self.training.optimizer, self.survivor.kept)
         return has_ended
 
-    def _stop_extensions(self) -> None:
-        for extension in self._extensions:
-            extension.stop()
-
     def _close(self) -> None:
         """Let go of everything; what is sealed in memory stays."""
         try:
@@ -465,7 +464,8 @@ class ProtectedSession(Session):
         store = self.memory.store
         self._status.close()
         self.coordinator.shutdown()
-        self._stop_extensions()
+        for extension in self._extensions:
+            extension.stop()
         if self.survivor is not None:
             self.survivor.end(keep_memory=keep_memory)
         if keep_memory:

@@ -44,7 +44,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = _Strategies()
 
 def owners_of(setting: str) -> tuple[str, ...]:
     """Names of the strategies that a setting is for; none where it is for all."""
-    return tuple(name for name, one in _REGISTRY.items() if setting.startswith(one.settings or ("-",)))
+    return tuple(name for name, one in _REGISTRY.items() if setting.startswith(one.settings))
 
 
 __all__ = [

@@ -27,5 +27,7 @@ class BoostedCapacity(Extension):
         if self._boost is not None:
             self._boost.close()
 
+    failed = stop
+
 
 EXTENSION = BoostedCapacity

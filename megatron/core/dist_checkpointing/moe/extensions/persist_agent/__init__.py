@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 
 from ...errors import format_error
-from ...replication.agreement import raise_on_all_ranks
-from ...runtime.process_info import slot_of
 from ...storage.small_files import read_secret
 from ..base import Additions, Extension
-from .agent import PersistAgent, wait_for_agent
+from .agent import PersistAgent
 
 log = logging.getLogger(__name__)
 
@@ -18,11 +16,6 @@ class Persisting(Extension):
     """Of one rank."""
 
     _agent: PersistAgent | None = None
-
-    def chosen(self) -> None:
-        session = self.session
-        slot, limit_s = slot_of(session.config, session.place), session.config.persist_agent_s
-        raise_on_all_ranks(session.control, lambda: wait_for_agent(slot, limit_s))
 
     def protects(self, additions: Additions) -> None:
         session, config = self.session, self.session.config
