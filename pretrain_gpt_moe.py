@@ -18,7 +18,7 @@ import torch
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.dist_checkpointing.moe import take_seat
+from megatron.core.dist_checkpointing.moe import wait_for_rank
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -132,7 +132,7 @@ def has_data(vp_stage: int | None) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code, see `train`."""
-    take_seat(partial(warm_up, argv))  # a standby waits here until a rank is lost
+    wait_for_rank(partial(warm_up, argv))  # a standby waits here until a rank is lost
     return train(argv)
 
 

@@ -1,6 +1,6 @@
 """Recovery in place, with standbys, and with new processes; of the struck stage alone, and of all stages.
 
-A rank is killed. In place the ranks that were not lost keep their processes, and one standby takes the seat of the one
+A rank is killed. In place the ranks that were not lost keep their processes, and one standby takes the slot of the one
 that was; with standbys for all, or with new processes, all ranks start again. Jobs of each kind run right after each
 other, in another order in each round, with the same faults; so whatever else the machine does hits all. Timelines are
 those that the jobs write themselves. A fault strikes once the standbys are ready.
@@ -56,7 +56,7 @@ def recoveries(kind: str, faults: tuple[str, ...]) -> list[dict[str, Any]]:
     flags = f"{MODEL} --train-iters {last + 4} --moe-ckpt-strategy sparse --moe-ckpt-window {WINDOW}"
     layout = {
         "NPROC": str(RANKS), "PP": "2", "EP": "2", "STANDBYS": str(standbys), "READY_STANDBYS": str(min(standbys, 1)),
-        "SEATS": "{folder}", "KEEP": str(int(kind.endswith("in place"))),
+        "SLOTS": "{folder}", "KEEP": str(int(kind.endswith("in place"))),
         "SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py"),
     }  # fmt: skip
     found = under_faults(f"{flags} --moe-ckpt-recovery {scope}", layout, faults)
@@ -83,7 +83,7 @@ def page(result: dict[str, Any]) -> list[str]:
     lines = [
         *BENCHMARK.head("Recovery in place, with standbys, and with new processes"),
         f"{RANKS} processes (PP=2, EP=2) {where(result)}; `sparse` with a window of {WINDOW}. A rank is killed. In"
-        " place the others keep their processes, and a standby takes its seat; else all ranks start again, from"
+        " place the others keep their processes, and a standby takes its slot; else all ranks start again, from"
         " standbys that have done their imports, or as new processes. The struck stage alone goes back, or all stages"
         " where that is said. Iterations that are run again are left out of the first two rows.",
         "",

@@ -10,7 +10,7 @@
 #   NODE_OPTIONS      more of megatron.pretrain.launch, such as --spares 0 --last-call-s 5
 #   OPTIMIZER         distributed, or plain: then data-parallel ranks hold all of its state (default: distributed)
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
-#   STANDBYS (0)      processes per node, imports done, that wait to take the seats of lost ranks; with any, the other
+#   STANDBYS (0)      processes per node, imports done, that wait to replace lost ranks; with any, the other
 #                     ranks keep their processes
 #   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job, and ranks count as hung: docs/operations.md
 #   PYTHON            interpreter (default: .venv of this repository, else python3)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.policy import parking
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import TABLES, TransitionTable
-from megatron.core.dist_checkpointing.moe.policy.parking import PARKING, Cause, Keep, StepPhase
+from megatron.core.dist_checkpointing.moe.policy.parking import PARKING, Cause, ParkContents, StepPhase
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "lifecycle.md"
 HEADING = """# Lifecycles
@@ -86,7 +86,7 @@ def parking_section() -> Iterator[str]:
     """What is kept in which phase of a step, and why, by cause."""
     yield from ("## Parking", "", inspect.cleandoc(parking.__doc__ or ""), "")
     yield from meanings("Phase", StepPhase)
-    for title, members in (("Cause", Cause), ("Kept", Keep)):
+    for title, members in (("Cause", Cause), ("Kept", ParkContents)):
         yield ""
         yield from meanings(title, members)
     yield from ("", f"| Phase | {' | '.join(f'`{cause.name}`' for cause in Cause)} |", "|---" * (1 + len(Cause)) + "|")

@@ -25,7 +25,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
 export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 export MOE_CKPT_PATIENCE_S=120
-exec "${PYTHON:-python3}" -m megatron.pretrain.seats.run --moe-ckpt-standbys "${STANDBYS:-1}" --nnodes "$NODES" \
+exec "${PYTHON:-python3}" -m megatron.pretrain.standby.run --moe-ckpt-standbys "${STANDBYS:-1}" --nnodes "$NODES" \
     --nproc-per-node 8 --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" \
     --rdzv-backend c10d --rdzv-id "${JOB:-$(basename "$folder")}" --rdzv-endpoint "$HEAD:29500" \
     "${SCRIPT:-$root/pretrain_gpt_moe.py}" "${flags[@]}" \

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.pretrain.device import wants_engine_on_cpu
-from megatron.pretrain.quiet_ends import OF_LAUNCHERS, end_at_once_when_interrupted, outlive_readers
+from megatron.pretrain.exit_noise import OF_LAUNCHERS, end_at_once_when_interrupted, outlive_readers
 from moe_ckpt.megatron_core import UNUSABLE, load_megatron_core, refuse_unsupported_versions
 
 KERNELS = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pretrain.quiet_ends import end_at_once_when_interrupted, outlive_readers
+from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 if __name__ == "__main__":
@@ -34,7 +34,7 @@ from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
 from megatron.pretrain.old_flags import refuse_old_flags
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
-from megatron.pretrain.seats.hygiene_options import HygieneOptions
+from megatron.pretrain.standby.health_options import HealthOptions
 
 HERE = "127.0.0.1"
 """Where all nodes meet, which are played on this machine."""
@@ -110,9 +110,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
     parser.add_argument(
-        "--standbys", type=int, default=0, help="processes of a node that wait to take lost ranks' seats"
+        "--standbys", type=int, default=0, help="processes of a node that wait to replace lost ranks"
     )
-    HygieneOptions.add_flags(parser)
+    HealthOptions.add_flags(parser)
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)
     parser.add_argument("script", help="the training script")
@@ -128,7 +128,7 @@ def _run_nodes(options: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
     for name in ("nproc_per_node", "nnodes", "max_restarts", "standbys", "last_call_s", "rdzv_endpoint", "rdzv_id"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    command += HygieneOptions.of(options).arguments()
+    command += HealthOptions.of(options).arguments()
     command += [options.script, *options.flags]
     nodes = Nodes(
         options.nnodes.most,
@@ -163,12 +163,12 @@ def _run_agent(options: argparse.Namespace) -> int:
         monitor_interval=MONITOR_INTERVAL_S,
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
-    from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
+    from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
     try:
-        with own_agents(options.standbys, HygieneOptions.of(options)), _patient(options.nnodes):
+        with own_agents(options.standbys, HealthOptions.of(options)), _patient(options.nnodes):
             elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
-    except NodeLeaves as error:
+    except NodeExcluded as error:
         sys.stderr.write(f"{error}\n")
         return NODE_LEAVES if options.nnodes.most > 1 else 1
     except SignalException as stop:
@@ -196,7 +196,7 @@ def _run_agent(options: argparse.Namespace) -> int:
 @contextmanager
 def _patient(nodes: NodeRange) -> Iterator[None]:
     """In this block nodes that join wait for the end of an iteration, where the number of nodes may change."""
-    from megatron.pretrain.seats.growth import patient_nodes
+    from megatron.pretrain.standby.growth import patient_nodes
 
     if nodes.least == nodes.most:
         yield

@@ -25,7 +25,7 @@ from megatron.pretrain.rendezvous import NodesHandler
 log = logging.getLogger(__name__)
 
 
-class NotNeeded(Exception):
+class SpareNotNeeded(Exception):
     """The job has ended while this node was a spare."""
 
 
@@ -97,17 +97,17 @@ class SpareHandler(NodesHandler):
                 self._trained = True
                 return met
             except RendezvousGracefulExitError as error:
-                raise NotNeeded from error
+                raise SpareNotNeeded from error
             except RendezvousClosedError as error:
                 if self._trained and not (self._executor.was_redundant or self._is_full):
                     raise
-                raise NotNeeded from error
+                raise SpareNotNeeded from error
             except RendezvousConnectionError as error:
                 # The node with the store may leave before this one has seen that the job has ended.
                 if not self._executor.was_redundant:
                     raise
                 log.warning("the store of the rendezvous is gone, and this node was a spare of its job: it ends")
-                raise NotNeeded from error
+                raise SpareNotNeeded from error
             except RendezvousTimeoutError:
                 if not self._is_full:
                     raise

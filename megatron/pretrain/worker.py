@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe import is_lost_peer
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import own_heartbeat
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import own_heartbeat
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch
 from megatron.pretrain.processes import VERDICT_FILE

@@ -15,7 +15,14 @@ from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION
 from megatron.core.dist_checkpointing.moe.types import STANDBY
 from megatron.core.dist_checkpointing.moe.types.recovery import spans
-from moe_ckpt.checkpoints.survey import Holding, Survey, operator_rows, survey_slot, survey_snapshot, survey_storage
+from moe_ckpt.checkpoints.survey import (
+    MemorySurvey,
+    SealedCopy,
+    operator_rows,
+    survey_slot,
+    survey_snapshot,
+    survey_storage,
+)
 from moe_ckpt.checkpoints.windows import StoredSnapshot, StoredState
 from moe_ckpt.report import Fact, Report, Table, table
 
@@ -55,7 +62,7 @@ def memory_report(folder: Path, now_s: float) -> Report:
     """A memory dir, or what is below one folder in it; a job that uses it is not disturbed."""
     found = slots(folder)
     surveys = [survey_slot(slot) for slot in found]
-    survey = Survey(
+    survey = MemorySurvey(
         tuple(holding for of_slot in surveys for holding in of_slot.holdings),
         tuple(torn for of_slot in surveys for torn in of_slot.torn),
     )
@@ -70,7 +77,7 @@ def memory_report(folder: Path, now_s: float) -> Report:
     return Report(f"Memory tier in {folder}", facts, tables, notes)
 
 
-def _facts(survey: Survey, now_s: float) -> tuple[Fact, ...]:
+def _facts(survey: MemorySurvey, now_s: float) -> tuple[Fact, ...]:
     states = _of_states(survey)
     newest = _newest(states).stored
     losses = _losses(survey)
@@ -90,11 +97,11 @@ def _facts(survey: Survey, now_s: float) -> tuple[Fact, ...]:
     )
 
 
-def _newest(states: Iterable[Holding]) -> Holding:
+def _newest(states: Iterable[SealedCopy]) -> SealedCopy:
     return max(states, key=lambda held: (held.stored.timeline[-1:], held.snapshot.iteration))
 
 
-def _losses(survey: Survey) -> Losses | None:
+def _losses(survey: MemorySurvey) -> Losses | None:
     """Of the timeline that a recovery would go on with."""
     states = _of_states(survey)
     if not states:
@@ -103,7 +110,7 @@ def _losses(survey: Survey) -> Losses | None:
     return Losses.newest(held for held in states if held.stored.timeline == timeline)
 
 
-def _whole_facts(survey: Survey) -> tuple[Fact, ...]:
+def _whole_facts(survey: MemorySurvey) -> tuple[Fact, ...]:
     whole, found = survey.newest_whole, survey.states
     return (
         Fact("Newest whole state", whole.span[-1] if whole else None, "count"),
@@ -112,12 +119,12 @@ def _whole_facts(survey: Survey) -> tuple[Fact, ...]:
     )
 
 
-def _of_states(survey: Survey) -> tuple[Holding, ...]:
+def _of_states(survey: MemorySurvey) -> tuple[SealedCopy, ...]:
     """Without logs and what was parked, if there is anything else."""
     return tuple(held for held in survey.holdings if held.snapshot.kind not in STANDBY) or survey.holdings
 
 
-def _tables(survey: Survey, now_s: float) -> tuple[Table, ...]:
+def _tables(survey: MemorySurvey, now_s: float) -> tuple[Table, ...]:
     by_snapshot = {holding.snapshot: holding for holding in survey.holdings}
     windows = []
     for state, is_left in survey.states:
@@ -142,11 +149,11 @@ def _state(state: StoredState, is_left: bool) -> str:
     return "whole, left behind" if is_left else "whole"
 
 
-def _copies(state: StoredState, survey: Survey) -> int:
+def _copies(state: StoredState, survey: MemorySurvey) -> int:
     return min(len(survey.places[member.snapshot]) for member in state.members)
 
 
-def _protection(whole: StoredState | None, survey: Survey) -> str:
+def _protection(whole: StoredState | None, survey: MemorySurvey) -> str:
     if whole is None:
         return "none: no state is whole here"
     copies = _copies(whole, survey)
@@ -158,7 +165,7 @@ def _timeline(newest: StoredSnapshot) -> str | None:
     return f"attempt {len(led)}, {led[-1][0]}, which went on after iteration {led[-1][1]}" if led else None
 
 
-def _age_s(holdings: Iterable[Holding], now_s: float) -> float | None:
+def _age_s(holdings: Iterable[SealedCopy], now_s: float) -> float | None:
     written = [holding.written_s for holding in holdings if holding.written_s is not None]
     return age_of(max(written, default=None), now_s)
 
@@ -169,7 +176,7 @@ def _layout(newest: StoredSnapshot) -> str | None:
     return ", ".join(degrees) or None
 
 
-def _flags(survey: Survey) -> Table:
+def _flags(survey: MemorySurvey) -> Table:
     """The driver's flags with which the job was started, from the newest snapshot that has them."""
     words: list[str] = []
     for holding in sorted(survey.holdings, key=lambda held: (-held.snapshot.iteration, held.snapshot.rank)):
@@ -186,7 +193,7 @@ def _flags(survey: Survey) -> Table:
     return table("Flags", "flag | value", map(tuple, rows))
 
 
-def _slots(found: Sequence[Slot], surveys: Sequence[Survey]) -> Table:
+def _slots(found: Sequence[Slot], surveys: Sequence[MemorySurvey]) -> Table:
     rows = []
     for slot, survey in zip(found, surveys, strict=True):
         owner = slot.problem or f"{slot.owner or 'a process'}, {'alive' if slot.alive else 'gone'}"
@@ -195,9 +202,9 @@ def _slots(found: Sequence[Slot], surveys: Sequence[Survey]) -> Table:
     return table("Slots", _SLOTS, rows)
 
 
-def _standby(survey: Survey) -> Table:
+def _standby(survey: MemorySurvey) -> Table:
     """Boundary logs, parked states and gradients, for recoveries of single stages."""
-    groups: dict[tuple[str, int, str], list[Holding]] = {}
+    groups: dict[tuple[str, int, str], list[SealedCopy]] = {}
     for holding in survey.holdings:
         if holding.snapshot.kind in STANDBY:
             groups.setdefault((holding.snapshot.kind, holding.snapshot.rank, holding.place), []).append(holding)
@@ -221,7 +228,7 @@ class Losses:
     topk: int
 
     @classmethod
-    def newest(cls, holdings: Iterable[Holding]) -> Losses | None:
+    def newest(cls, holdings: Iterable[SealedCopy]) -> Losses | None:
         """Of the newest snapshot that has them; None where no strategy counted tokens."""
         for held in sorted(holdings, key=lambda one: (-one.snapshot.iteration, one.snapshot.rank)):
             remembered = cast("Mapping[str, Any]", held.stored.facts.scalars.get("strategy") or {})

@@ -22,7 +22,7 @@ from .windows import StoredSnapshot, StoredState, on_timeline, restorable, state
 
 
 @dataclass(frozen=True)
-class Holding:
+class SealedCopy:
     """One sealed snapshot in one place. written_s: when it was sealed, in seconds since 1970; None if not known."""
 
     stored: StoredSnapshot
@@ -43,10 +43,10 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Survey:
+class MemorySurvey:
     """All that was found. writing: what is being written now."""
 
-    holdings: tuple[Holding, ...]
+    holdings: tuple[SealedCopy, ...]
     torn: tuple[Torn, ...]
     writing: tuple[SnapshotId, ...] = ()
 
@@ -82,12 +82,12 @@ class Survey:
         )
 
 
-def survey_snapshot(persist_dir: PersistDir, snapshot: SnapshotId) -> Survey:
+def survey_snapshot(persist_dir: PersistDir, snapshot: SnapshotId) -> MemorySurvey:
     """One snapshot of a storage. Raises StoreFailure, UnreadableCheckpoint where it is torn."""
-    return Survey((_stored(persist_dir, snapshot),), ())
+    return MemorySurvey((_stored(persist_dir, snapshot),), ())
 
 
-def survey_storage(persist_dir: PersistDir) -> Survey:
+def survey_storage(persist_dir: PersistDir) -> MemorySurvey:
     """All snapshots of a storage. Raises StoreFailure."""
     listed = persist_dir.store.snapshots()
     holdings, torn = [], list(listed.torn)
@@ -96,10 +96,10 @@ def survey_storage(persist_dir: PersistDir) -> Survey:
             holdings.append(_stored(persist_dir, snapshot))
         except UnreadableCheckpoint as error:  # freed since it was listed, or damaged
             torn.append(Torn(snapshot, str(snapshot), str(error)))
-    return Survey(tuple(holdings), tuple(torn))
+    return MemorySurvey(tuple(holdings), tuple(torn))
 
 
-def survey_slot(slot: Slot) -> Survey:
+def survey_slot(slot: Slot) -> MemorySurvey:
     """All snapshots in one slot; what its owner frees meanwhile is left out. Raises StoreFailure."""
     in_slot, place = slot.reader, f"{slot.node}/{slot.local_rank}"
     listed = in_slot.snapshots()
@@ -110,10 +110,10 @@ def survey_slot(slot: Slot) -> Survey:
             holdings.append(_holding(reader.manifest, place, _written_s(slot.directory / entry.name)))
     torn = {found.snapshot for found in listed.torn}
     begun = (entry.snapshot for entry in in_slot.entries() if entry.state == WRITING)
-    return Survey(tuple(holdings), listed.torn, tuple(snapshot for snapshot in begun if snapshot not in torn))
+    return MemorySurvey(tuple(holdings), listed.torn, tuple(snapshot for snapshot in begun if snapshot not in torn))
 
 
-def operator_rows(holdings: Sequence[Holding]) -> Iterator[tuple[Any, ...]]:
+def operator_rows(holdings: Sequence[SealedCopy]) -> Iterator[tuple[Any, ...]]:
     """Who has the newest copy of each operator, in the order of operators; logs and parked states do not count.
 
     Yields:
@@ -130,7 +130,7 @@ def operator_rows(holdings: Sequence[Holding]) -> Iterator[tuple[Any, ...]]:
     for operator, part, holding in found:
         key = operator, part, holding.snapshot.rank
         newest[key] = max(newest.get(key, 0), holding.snapshot.iteration)
-    copies: dict[tuple[OperatorId, str, int], dict[int, list[Holding]]] = {}
+    copies: dict[tuple[OperatorId, str, int], dict[int, list[SealedCopy]]] = {}
     for operator, part, holding in found:
         iteration, rank = holding.snapshot.iteration, holding.snapshot.rank
         if newest[operator, part, rank] == iteration:
@@ -148,13 +148,13 @@ def _label(part: Part) -> str:
     )
 
 
-def _stored(persist_dir: PersistDir, snapshot: SnapshotId) -> Holding:
+def _stored(persist_dir: PersistDir, snapshot: SnapshotId) -> SealedCopy:
     with persist_dir.store.open(snapshot) as reader:
         manifest = reader.manifest
     return _holding(manifest, "storage", persist_dir.sealed_s(snapshot))
 
 
-def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding:
+def _holding(manifest: Manifest, place: str, written_s: float | None) -> SealedCopy:
     parts: dict[OperatorId, Part] = {}
     operator_bytes: dict[OperatorId, int] = {}
     for record in manifest.records:
@@ -163,7 +163,7 @@ def _holding(manifest: Manifest, place: str, written_s: float | None) -> Holding
             operator_bytes[record.operator] = operator_bytes.get(record.operator, 0) + record.nbytes
     stored = StoredSnapshot.of(manifest)
     # What was planned says more than the records do: weights can be kept as the master weights that they are cast from.
-    return Holding(stored, parts | stored.parts, operator_bytes, place, written_s)
+    return SealedCopy(stored, parts | stored.parts, operator_bytes, place, written_s)
 
 
 def _written_s(path: Path) -> float | None:

@@ -12,7 +12,7 @@ from ..simulator.advise import advise as advise_on
 from ..simulator.choices import Question
 from ..simulator.flags import flags_of
 from .job_flags import JobFlags, checked_mtbf, chosen_systems, job_command, number, system_option
-from .values import Duration, Hours
+from .values import Duration, HoursType
 
 HELP = """Say which checkpoint system suits a job, and with which settings.
 
@@ -31,7 +31,7 @@ recommended where no exact one can be used; what it would gain is said.
 @job_command(HELP)
 @click.option("--mtbf", "mtbf_s", type=Duration(), required=True, metavar="TIME", help="Between faults of the job.")
 @number("--host-memory-gb", default=None, help="For checkpoints, on a node [default: 3/4 of the cluster's].")
-@click.option("--hours", "run_s", type=Hours(), metavar="TIME", help="Of a run [default: 12h, or 40 faults].")
+@click.option("--hours", "run_s", type=HoursType(), metavar="TIME", help="Of a run [default: 12h, or 40 faults].")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs that are simulated of each setting.")
 @system_option
 def advise(

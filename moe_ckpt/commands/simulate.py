@@ -19,7 +19,7 @@ from ..simulator.sources import sourced
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
 from .job_flags import JobFlags, checked_mtbf, chosen_systems, job_command, number, system_option
-from .values import Duration, Hours
+from .values import Duration, HoursType
 
 HELP = """Simulate a training run under failures with each checkpoint system, for any model, layout and cluster.
 
@@ -47,7 +47,9 @@ ENDLESS = 10**9
 @click.option("--mtbf", "mtbfs_s", type=Duration(), multiple=True, metavar="TIME", help="Between faults of the job.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Faults of one run, instead of --mtbf.")
 @system_option
-@click.option("--hours", "duration_s", type=Hours(), default="12h", show_default=True, metavar="TIME", help="Of a run.")
+@click.option(
+    "--hours", "duration_s", type=HoursType(), default="12h", show_default=True, metavar="TIME", help="Of a run."
+)
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs of which the mean is reported.")
 def run(
     flags: JobFlags,

@@ -28,7 +28,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
         return seconds
 
 
-class Hours(Duration):
+class HoursType(Duration):
     """As a duration, but a bare number is hours, as `--hours` says."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:

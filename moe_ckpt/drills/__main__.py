@@ -25,7 +25,7 @@ from typing import Any
 from moe_ckpt.drills.drill import Drill, DrillSettings, judged, wrong_components
 from moe_ckpt.drills.job import DrillFailure, DrillOutcome
 from moe_ckpt.drills.reports import iteration_s
-from moe_ckpt.drills.schedule import Odds, schedule
+from moe_ckpt.drills.schedule import FaultRates, schedule
 
 TMPFS = Path("/dev/shm")
 SHOWN = 5
@@ -126,7 +126,7 @@ def _line(name: str, job: Mapping[str, Any]) -> str:
 
 def _settings(arguments: argparse.Namespace, folder: Path, memory: Path, flags: tuple[str, ...]) -> DrillSettings:
     run_s = 60 * arguments.minutes
-    odds = Odds(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
+    odds = FaultRates(arguments.mtbf, arguments.node_share, arguments.nodes, arguments.nodes * arguments.nproc)
     kills = schedule(arguments.seed, odds, run_s)
     size, times = (arguments.nodes, arguments.nproc), (run_s, arguments.mtbf, arguments.patience)
     return DrillSettings(folder.resolve(), memory, *size, *times, kills, flags, arguments.standbys)

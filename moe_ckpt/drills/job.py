@@ -30,7 +30,7 @@ class DrillFailure(Exception):
 
 
 @dataclass(frozen=True)
-class Strike:
+class InjectedKill:
     """A kill that happened. at_s: seconds after the first iteration, later than planned where nobody was there to be
     killed. iteration: the newest that was reported then. node: which was lost, if one was."""
 
@@ -52,7 +52,7 @@ class DrillOutcome:
     wall_s: float
     first: int
     last: int
-    strikes: tuple[Strike, ...] = ()
+    strikes: tuple[InjectedKill, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class DrillJob:
             self._progress_s - begun_s, first, journal.newest, tuple(strikes),
         )  # fmt: skip
 
-    def _strike(self, planned: PlannedKill, begun_s: float) -> Strike:
+    def _strike(self, planned: PlannedKill, begun_s: float) -> InjectedKill:
         node, victim = "", f"{planned.kind.value} {planned.target}"
 
         def struck() -> bool:
@@ -132,7 +132,7 @@ class DrillJob:
 
         # Where a restart is under way the victim may not be there yet: then it is struck as soon as it is.
         self._wait(f"{victim} to be there to be killed", struck)
-        strike = Strike(planned, time.monotonic() - begun_s, read_journal(self._reports).newest, node)
+        strike = InjectedKill(planned, time.monotonic() - begun_s, read_journal(self._reports).newest, node)
         where = f" ({node})" if node else ""
         self.say(f"{self.plan.name}: {strike.at_s:6.1f} s: killed {victim}{where} after iteration {strike.iteration}")
         return strike

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.core.dist_checkpointing.moe.seats.seat import PROCESS_NAME
+from megatron.core.dist_checkpointing.moe.standby.slot import PROCESS_NAME
 from megatron.pretrain.processes import NODE_NAME, end_processes_with, environment_of, processes_with
 
 TOKEN = "MOE_CKPT_CHAOS"

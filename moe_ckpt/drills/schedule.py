@@ -29,7 +29,7 @@ class PlannedKill:
 
 
 @dataclass(frozen=True)
-class Odds:
+class FaultRates:
     """mtbf_s: mean time between failures of the whole job. node_share: which share of failures takes a whole node."""
 
     mtbf_s: float
@@ -38,7 +38,7 @@ class Odds:
     ranks: int
 
 
-def schedule(seed: int, odds: Odds, until_s: float) -> tuple[PlannedKill, ...]:
+def schedule(seed: int, odds: FaultRates, until_s: float) -> tuple[PlannedKill, ...]:
     """The kills of `until_s` seconds: a Poisson process, so times between them are exponentially distributed.
 
     Every kill draws the same number of random numbers, so that a longer schedule begins with the shorter one, and

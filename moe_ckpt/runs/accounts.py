@@ -53,7 +53,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Struck:
+class InjectedFault:
     """A fault that a drill injected. after: the newest iteration that was reported by then."""
 
     what: str
@@ -75,7 +75,7 @@ class Run:
     """A log with what follows from it; struck, drill: where it was part of a drill."""
 
     log: RunLog
-    struck: tuple[Struck, ...] = ()
+    struck: tuple[InjectedFault, ...] = ()
     drill: DrillResult | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 
-from .accounts import DrillResult, Run, Struck
+from .accounts import DrillResult, InjectedFault, Run
 from .run_log import number, read_run
 
 DRILL_RESULT = "result.json"
@@ -84,14 +84,14 @@ def _of_drill(folder: Path) -> Iterator[Run]:
         yield run
 
 
-def _struck(data: Any) -> tuple[Struck, ...]:
+def _struck(data: Any) -> tuple[InjectedFault, ...]:
     return tuple(_struck_one(fault) for fault in _listed(data) if isinstance(fault, dict))
 
 
-def _struck_one(fault: Mapping[str, Any]) -> Struck:
+def _struck_one(fault: Mapping[str, Any]) -> InjectedFault:
     after = number(fault.get("after_iteration"))
     node = f" ({fault['node']})" if fault.get("node") else ""
-    return Struck(f"{fault.get('kind')} {fault.get('target')}{node}", int(after) if after >= 0 else 0)
+    return InjectedFault(f"{fault.get('kind')} {fault.get('target')}{node}", int(after) if after >= 0 else 0)
 
 
 def _listed(data: Any) -> list[Any]:

@@ -58,7 +58,7 @@ ENDLESS = 10**9
 
 
 @dataclass(frozen=True)
-class Taken:
+class SettledSnapshot:
     """A snapshot that has settled.
 
     stored: the strategy with what it had to remember then. persisted: what of it, and of the snapshots that it
@@ -102,7 +102,7 @@ class Driver:
         self._job, self._counts, self._pace, self._costs = job, counts, pace, costs
         self._stored = self.strategy
         self._plans: tuple[SnapshotPlan, ...] = ()
-        self._waiting: tuple[Taken, ...] = ()
+        self._waiting: tuple[SettledSnapshot, ...] = ()
         self._has_news = False
 
     def iterate(self) -> SnapshotPlan | None:
@@ -110,7 +110,7 @@ class Driver:
         self._hear()
         return self._plan()
 
-    def snapshots(self, last: int) -> Iterator[Taken]:
+    def snapshots(self, last: int) -> Iterator[SettledSnapshot]:
         """Train up to iteration `last`; each snapshot, once it has settled."""
         while self.iteration < last and not self.strategy.gave_up:
             yield from self._hear()
@@ -147,7 +147,7 @@ class Driver:
             plan = self.strategy.plan(self.iteration)
         if plan is not None:
             self._plans = (*self._plans, plan)[-_REMEMBERED:]
-            self._waiting = (*self._waiting, Taken(plan, self.strategy.pieces(plan), self.strategy))
+            self._waiting = (*self._waiting, SettledSnapshot(plan, self.strategy.pieces(plan), self.strategy))
         return plan
 
     def _fit(self) -> bool:
@@ -157,10 +157,10 @@ class Driver:
             self.given_up += (instead,)
         return len(self.given_up) > before
 
-    def _hear(self) -> list[Taken]:
+    def _hear(self) -> list[SettledSnapshot]:
         """What the ranks tell each other of this iteration; the snapshot before it, which has settled."""
         if self._has_news and self.strategy.counts_tokens:
-            self.strategy.counted(self.iteration, self._counts(self.iteration))
+            self.strategy.on_token_counts(self.iteration, self._counts(self.iteration))
         settled = self._settle(self.iteration - 1)
         if self._has_news and self.strategy.needs_throughput and self._pace is not None:
             self.strategy.throughput_measured(self._pace)
@@ -171,18 +171,18 @@ class Driver:
         self._waiting = tuple(replace(taken, stored=self._stored) for taken in self._waiting)
         return settled
 
-    def _settle(self, last: int) -> list[Taken]:
+    def _settle(self, last: int) -> list[SettledSnapshot]:
         """All ranks have sealed the snapshots up to `last`, and have in storage what goes on to it."""
         settled = []
         for taken in self._waiting:
             if taken.plan.iteration <= last:
-                self.strategy.settled(taken.plan, Level.SNAPSHOT, ok=True)
-                self.strategy.settled(taken.plan, Level.REPLICAS, ok=True)
+                self.strategy.on_commit(taken.plan, Level.SNAPSHOT, ok=True)
+                self.strategy.on_commit(taken.plan, Level.REPLICAS, ok=True)
                 if self._costs is not None:
-                    self.strategy.measured(self._costs(taken.plan))
+                    self.strategy.on_costs(self._costs(taken.plan))
                 persisted = self.strategy.persistent(taken.plan)
                 for plan in persisted:
-                    self.strategy.settled(plan, Level.PERSIST, ok=True)
+                    self.strategy.on_commit(plan, Level.PERSIST, ok=True)
                 settled.append(replace(taken, persisted=persisted))
         self._waiting = self._waiting[len(settled) :]
         return settled

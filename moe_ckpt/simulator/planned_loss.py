@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     full_plan,
 )
 
-from .driver import Driver, Taken
+from .driver import Driver, SettledSnapshot
 from .planning import LAST, PlannedJob
 
 
@@ -54,7 +54,7 @@ class _History:
     data: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     under_way: dict[str, list[Piece]] = field(default_factory=dict)
 
-    def take(self, snapshot: Taken) -> None:
+    def take(self, snapshot: SettledSnapshot) -> None:
         """One more snapshot, which all ranks have sealed and replicated."""
         for piece in snapshot.pieces:
             pieces = [other for other in self.under_way.get(piece.kind, ()) if other.span == piece.span]

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorSize, Part, SnapshotPlan
 
 from .behaviour import Behaviour
-from .driver import SETTLED_AFTER, Counts, Driver, Taken, plan_bytes, strategy_job
+from .driver import SETTLED_AFTER, Counts, Driver, SettledSnapshot, plan_bytes, strategy_job
 from .memory import logs_of_stage
 from .shards import owned_operators
 from .systems import CheckpointSystem, Gemini, Moc, Moetion, MoEvement
@@ -43,7 +43,7 @@ class PlannedJob:
     job: Job
     start: Callable[[], Driver] = field(repr=False)
     strategy: Strategy = field(repr=False)
-    turn: tuple[Taken, ...] = field(repr=False)
+    turn: tuple[SettledSnapshot, ...] = field(repr=False)
     interval: int
     given_up: tuple[str, ...] = ()
 
@@ -201,9 +201,11 @@ def log_bytes(job: Job, setting: SystemSetting, strategy: Strategy) -> int:
     return max(logs_of_stage(setting.job, stage, logged) for stage in range(job.topology.pp))
 
 
-def _turn(snapshots: Iterable[Taken], operators: frozenset[OperatorId], most: int) -> tuple[Taken, ...]:
+def _turn(
+    snapshots: Iterable[SettledSnapshot], operators: frozenset[OperatorId], most: int
+) -> tuple[SettledSnapshot, ...]:
     """Snapshots until these operators are saved, or there are `most` of them, once such turns stay equally long."""
-    turn: list[Taken] = []
+    turn: list[SettledSnapshot] = []
     missing, before, since = operators, 0, 0
     for number, snapshot in enumerate(snapshots):
         turn.append(snapshot)
@@ -216,7 +218,7 @@ def _turn(snapshots: Iterable[Taken], operators: frozenset[OperatorId], most: in
     return tuple(turn)
 
 
-def _sent(taken: Taken) -> SnapshotPlan:
+def _sent(taken: SettledSnapshot) -> SnapshotPlan:
     """Of a snapshot, what peers are sent."""
     parts: dict[OperatorId, Part] = {}
     for piece in taken.pieces:

@@ -26,9 +26,9 @@ from torch.distributed.run import run
 
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
-from megatron.pretrain.seats.hygiene_options import HygieneOptions
-from megatron.pretrain.seats.run import parse_options
-from megatron.pretrain.spare_nodes import NotNeeded, SpareHandler
+from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
+from megatron.pretrain.standby.health_options import HealthOptions
+from megatron.pretrain.standby.run import parse_options
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 
@@ -63,7 +63,7 @@ def _told_to_end(number: int, _frame: FrameType | None) -> None:
 
 def _lead(argv: Sequence[str]) -> int:
     """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
-    from megatron.pretrain.seats.careful import NodeLeaves, own_agents  # once Megatron-Core is skipped
+    from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
     register_backend(SpareHandler)
     # Torchrun would put a handler of its own in the place of ours once it starts ranks.
@@ -72,12 +72,12 @@ def _lead(argv: Sequence[str]) -> int:
         verdict = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(verdict)
         try:
-            with own_agents(options.moe_ckpt_standbys, HygieneOptions.of(options)):
+            with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
                 run(options)
             code = int(verdict.read_text()) if verdict.exists() else 0
-        except NotNeeded:
+        except SpareNotNeeded:
             return 0
-        except NodeLeaves as error:
+        except NodeExcluded as error:
             sys.stderr.write(f"{error}\n")
             return NODE_LEAVES  # the others go on
         except SignalException as stop:

@@ -6,7 +6,7 @@
 #   ENV_FILE              script that each node sources before it starts ranks, such as for NCCL_SOCKET_IFNAME
 #   LOG_DIR               folder with a file of its own for what each rank says, beside the job's
 #   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job to a spare, and when ranks hang: docs/operations.md
-#   STANDBYS (0)          processes per node that wait, imports done, to take the seats of lost ranks
+#   STANDBYS (0)          processes per node that wait, imports done, to replace lost ranks
 #   LEAD_S (180)          seconds between the signal of --signal and the end of the job's time
 #   MAX_RESTARTS (20)     restarts of the ranks within a run of the job
 #   MIN_RUN_S (600)       a run that fails sooner than this would fail again: the job is not requeued

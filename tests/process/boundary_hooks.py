@@ -167,7 +167,7 @@ class Logged:
         """As a session does at the end of an iteration."""
         from megatron.core.dist_checkpointing.moe.types import StepJournal
 
-        found = self.logs.committed(iteration, StepJournal(float(iteration)), {"iteration": iteration}, BASE)
+        found = self.logs.on_commit(iteration, StepJournal(float(iteration)), {"iteration": iteration}, BASE)
         self.coverage.append((found.since, found.why))
 
     def die_while_sending(self) -> None:

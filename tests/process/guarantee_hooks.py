@@ -174,13 +174,16 @@ def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
     from megatron.core.dist_checkpointing.moe.snapshot import workers
 
-    original = ProtectedSession.whole
+    original = ProtectedSession.on_state_consistent
 
-    def whole(self: Any, at: int, *journal: Any) -> None:
+    def on_state_consistent(self: Any, at: int, *journal: Any) -> None:
         if at == iteration and os.environ["RANK"] == "0":
             Path(folder).rename(f"{folder}-away")
             Path(folder).write_text("not a folder")
         original(self, at, *journal)
 
-    with mock.patch.object(ProtectedSession, "whole", whole), mock.patch.object(workers, "FIRST_PAUSE_S", 0.05):
+    with (
+        mock.patch.object(ProtectedSession, "on_state_consistent", on_state_consistent),
+        mock.patch.object(workers, "FIRST_PAUSE_S", 0.05),
+    ):
         yield

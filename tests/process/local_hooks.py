@@ -137,9 +137,9 @@ def _session(name: str) -> Callable[[], tuple[Any, str]]:
 
 
 def _sending() -> tuple[Any, str]:
-    from megatron.core.dist_checkpointing.moe.recovery.restoring import Carrier
+    from megatron.core.dist_checkpointing.moe.recovery.restoring import SnapshotFetcher
 
-    return Carrier, "_send"
+    return SnapshotFetcher, "_send"
 
 
 _PLACES: dict[str, Callable[[], tuple[Any, str]]] = {

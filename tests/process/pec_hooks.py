@@ -24,7 +24,7 @@ def watched(folder: str) -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe.strategies.selective import Selective
     from megatron.core.dist_checkpointing.moe.types import Part
 
-    whole, restore, report = ProtectedSession.whole, ProtectedSession.restore, ProtectedSession.report
+    whole, restore, report = ProtectedSession.on_state_consistent, ProtectedSession.restore, ProtectedSession.report
     plans = {kind: kind.plan for kind in (Pec, Selective)}
 
     def watched_plan(self: Any, iteration: int) -> Any:
@@ -62,7 +62,7 @@ def watched(folder: str) -> Iterator[None]:
     with (
         mock.patch.object(Pec, "plan", watched_plan),
         mock.patch.object(Selective, "plan", watched_plan),
-        mock.patch.object(ProtectedSession, "whole", watched_whole),
+        mock.patch.object(ProtectedSession, "on_state_consistent", watched_whole),
         mock.patch.object(ProtectedSession, "report", watched_report),
         mock.patch.object(ProtectedSession, "restore", watched_restore),
     ):

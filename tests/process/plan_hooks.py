@@ -19,7 +19,7 @@ def recorded(folder: str, name: str) -> Iterator[None]:
     from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 
     kind = STRATEGIES[name]
-    build, plan, counted = kind.__init__, kind.plan, kind.counted
+    build, plan, counted = kind.__init__, kind.plan, kind.on_token_counts
 
     def recorded_build(self: Any, job: Any) -> None:
         build(self, job)
@@ -38,7 +38,7 @@ def recorded(folder: str, name: str) -> Iterator[None]:
     with (
         mock.patch.object(kind, "__init__", recorded_build),
         mock.patch.object(kind, "plan", recorded_plan),
-        mock.patch.object(kind, "counted", recorded_counted),
+        mock.patch.object(kind, "on_token_counts", recorded_counted),
     ):
         yield
 

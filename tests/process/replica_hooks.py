@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Manifest, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import connections, staged
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.replication.round import Exchange, Offer
+from megatron.core.dist_checkpointing.moe.replication.round import Exchange, ReplicaOffer
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.replication.transports import TRANSPORTS
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode, encode
@@ -243,7 +243,7 @@ class _Scenario:
         transport = transport or self._transport
         replicator = Replicator(transport, place.peers[self.rank], place.kept_by[self.rank])
         with self._store.open(own) as reader:
-            offer = partial(Offer, "snapshot", encode(reader.manifest))  # the raw bytes in no frame of this test
+            offer = partial(ReplicaOffer, "snapshot", encode(reader.manifest))  # the raw bytes in no frame of this test
             receiver = _Receiver(self._store, before)
             return replicator.exchange(iteration, None if skip else [offer(reader.raw())], receiver)
 

@@ -59,7 +59,7 @@ class Alone(Frozen):
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
-        from megatron.core.dist_checkpointing.moe.stock.catch_up import Quiet
+        from megatron.core.dist_checkpointing.moe.stock.deferred_saves import SuppressedEffects
         from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
         from megatron.training import training
 
@@ -71,7 +71,7 @@ class Alone(Frozen):
         self.done: Counter[str] = Counter()
         self.replayed_iterations = 0
         self.communicator = self.communicating()
-        self.quiet = Quiet(training, trainer.manager)
+        self.quiet = SuppressedEffects(training, trainer.manager)
         self.count_what_is_done()
         owned: list[Any] = [None] * self.topology.world_size
         torch.distributed.all_gather_object(owned, {one.operator for one in self.tensors})

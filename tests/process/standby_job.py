@@ -1,10 +1,9 @@
-"""`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a seat.
+"""`pretrain_gpt_moe.py` where an injected fault waits until as many standbys as $READY_STANDBYS wait for a slot.
 
-For tests and benchmarks. In the folder $SEATS each standby leaves `ready-PID` while it waits and `seated-RANK` once it
-trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its pid,
-the addresses of its weights, and how often its state was filled from a snapshot. Each process that begins with a rank
-leaves `process-RANK-PID`.
-$KILLS are faults that strike while training is brought back, such as
+For tests and benchmarks. In the folder $SLOTS each standby leaves `ready-PID` while it waits and `assigned-RANK` once
+it trains, and each rank `START-RANK` once all stand at one iteration after the START-th start of training, with its
+pid, the addresses of its weights, and how often its state was filled from a snapshot. Each process that begins with a
+rank leaves `process-RANK-PID`. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
 before it connects. With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node
 along, and what it has in that folder.
@@ -31,16 +30,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
-from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 from megatron.pretrain import loop
 from megatron.pretrain.initialize import use_cpu
 
-FOLDER = Path(os.environ["SEATS"])
+FOLDER = Path(os.environ["SLOTS"])
 WAIT_S = 120
 
 
 def waiting_standbys() -> int:
-    """How many wait for a seat now; of those that can be copied one waits for all."""
+    """How many wait for a slot now; of those that can be copied one waits for all."""
     pids = [path.name.removeprefix("ready-") for path in FOLDER.glob("ready-*")]
     return sum(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -75,13 +74,13 @@ def warm_up(argv: Sequence[str], done: object = pretrain_gpt_moe.warm_up) -> Non
     (FOLDER / f"ready-{os.getpid()}").touch()
 
 
-def training(seat: Seat, done: object = Seat.training) -> None:
-    """That of a seat."""
+def training(slot: WorkerSlot, done: object = WorkerSlot.training) -> None:
+    """That of a slot."""
     assert callable(done)
-    done(seat)
-    if seat.taken_s is not None:
+    done(slot)
+    if slot.taken_s is not None:
         (FOLDER / f"ready-{os.getpid()}").unlink(missing_ok=True)
-        (FOLDER / f"seated-{os.environ['RANK']}").touch()
+        (FOLDER / f"assigned-{os.environ['RANK']}").touch()
 
 
 class Allocated(ctypes.Structure):
@@ -192,7 +191,7 @@ if __name__ == "__main__":
     loop.use_cpu = use_cpu_and_instrument
     struck(pretrain_gpt_moe, "model_provider", "build", "built")
     struck(pretrain_gpt_moe, "datasets_provider", "data", "data built")
-    Seat.training = training  # type: ignore[method-assign]
+    WorkerSlot.training = training  # type: ignore[method-assign]
     if os.environ.get("KEEP") == "0":
-        Seat.keep = lambda *_: None  # type: ignore[method-assign]
+        WorkerSlot.keep = lambda *_: None  # type: ignore[method-assign]
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from assigned import check_survivors, sitting
 from low_precision_rows import model
 from runs import Launch, Layout, Train, differences, digest, flags
-from seated import check_survivors, sitting
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
 FLAT = Layout(pp=2, ep=1, ranks=2)
@@ -25,8 +25,8 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
         layout: Layout, strategy: str, *more: str, faults: str = "", kills: str = "", nodes: int = 1, lost: bool = False
     ) -> Path:
         recoveries = len(faults.split()) + len(kills.split(","))
-        seats, memory = tmp_path / "seats", tmp_path / "memory"
-        seats.mkdir()
+        slots, memory = tmp_path / "slots", tmp_path / "memory"
+        slots.mkdir()
         memory.mkdir()
         argv = flags(
             corpus, layout, "--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(memory),
@@ -34,7 +34,7 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
             "--save", str(tmp_path / "struck"), *more,
         )  # fmt: skip
         environment = {"NPROC": str(layout.ranks // nodes), "NNODES": str(nodes), "STANDBYS": "1"}
-        environment |= {"SEATS": str(seats), "KILLS": kills, "READY_STANDBYS": str(nodes), "MAX_RESTARTS": "999"}
+        environment |= {"SLOTS": str(slots), "KILLS": kills, "READY_STANDBYS": str(nodes), "MAX_RESTARTS": "999"}
         environment |= {"LOST_MEMORY": str(memory)} if lost else {}
         ended: subprocess.CompletedProcess[str] = launch(
             ["scripts/train_cpu.sh", *argv],
@@ -45,7 +45,7 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
         assert "ranks kept their processes)" in ended.stdout, ended.stdout
-        return seats
+        return slots
 
     return run
 
@@ -70,8 +70,8 @@ def test_ranks_of_other_stages_keep_their_state_where_it_is_and_nothing_is_copie
     layout: Layout, faults: str, filled: list[list[int]], job: Job
 ) -> None:
     untied = "--untie-embeddings-and-output-weights"  # else all stages replay
-    seats = job(layout, "sparse --moe-ckpt-window 2", untied, faults=faults)
-    assert [[rank["filled"] for rank in sitting(seats, start, layout.ranks)] for start in range(3)] == filled
+    slots = job(layout, "sparse --moe-ckpt-window 2", untied, faults=faults)
+    assert [[rank["filled"] for rank in sitting(slots, start, layout.ranks)] for start in range(3)] == filled
 
 
 @pytest.mark.full
@@ -91,8 +91,8 @@ def test_each_rank_may_be_lost_in_each_phase_of_an_iteration(
     places = [(rank, phase) for phase in ("start", "forward-backward", "step", "end") for rank in range(layout.ranks)]
     faults = [f"{rank}@{5 + 2 * count}:{phase}" for count, (rank, phase) in enumerate(places)]
     iterations = 2 * len(places) + 6
-    seats = job(layout, strategy, "--train-iters", str(iterations), faults=" ".join(faults), nodes=nodes)
-    check_survivors(seats, layout.ranks, [{rank} for rank, _ in places])
+    slots = job(layout, strategy, "--train-iters", str(iterations), faults=" ".join(faults), nodes=nodes)
+    check_survivors(slots, layout.ranks, [{rank} for rank, _ in places])
     check_state(train, layout, tmp_path, iterations)
 
 
@@ -101,8 +101,8 @@ def test_each_rank_may_be_lost_in_each_phase_of_an_iteration(
 def test_ranks_of_the_other_node_keep_their_processes_while_a_spare_takes_the_place_of_a_lost_node(
     victim: int, lost: set[int], job: Job, train: Train, tmp_path: Path
 ) -> None:
-    seats = job(Layout(), "sparse --moe-ckpt-window 2", faults=f"{victim}@5:forward-backward", nodes=2, lost=True)
-    check_survivors(seats, Layout().ranks, [lost])
+    slots = job(Layout(), "sparse --moe-ckpt-window 2", faults=f"{victim}@5:forward-backward", nodes=2, lost=True)
+    check_survivors(slots, Layout().ranks, [lost])
     check_state(train, Layout(), tmp_path)
 
 
@@ -112,8 +112,8 @@ def test_survivors_that_train_in_few_bits_keep_process_and_weights_and_every_bit
     row: str, job: Job, launch: Launch, corpus: str, tmp_path: Path
 ) -> None:
     layout, straight = Layout(), tmp_path / "straight"
-    seats = job(layout, "sparse --moe-ckpt-window 2", *model(row), faults="1@4:forward-backward 2@5:step")
-    check_survivors(seats, layout.ranks, [{1}, {2}])
+    slots = job(layout, "sparse --moe-ckpt-window 2", *model(row), faults="1@4:forward-backward 2@5:step")
+    check_survivors(slots, layout.ranks, [{1}, {2}])
     # By the launcher, too: in the pool of workers other kernels take the norm, which differs in the last bits.
     argv = flags(corpus, layout, *model(row), "--save", str(straight))
     ended = launch(["scripts/train_cpu.sh", *argv], NPROC=str(layout.ranks), timeout_s=HANG_TIMEOUT_S)
@@ -131,8 +131,8 @@ RECOVERIES = int(os.environ.get("RECOVERIES", "40"))
 def test_recoveries_one_after_the_other_leave_nothing_behind_in_a_survivor(job: Job) -> None:
     faults = " ".join(f"1@{2 * fault + 4}:forward-backward" for fault in range(RECOVERIES))
     iterations = str(2 * RECOVERIES + 4)
-    seats = job(FLAT, "sparse --moe-ckpt-window 2", "--train-iters", iterations, faults=faults)
-    survivor = [sitting(seats, start, FLAT.ranks)[0]["held"] for start in range(RECOVERIES + 1)]
+    slots = job(FLAT, "sparse --moe-ckpt-window 2", "--train-iters", iterations, faults=faults)
+    survivor = [sitting(slots, start, FLAT.ranks)[0]["held"] for start in range(RECOVERIES + 1)]
     early, last = survivor[2], survivor[-1]  # the first recovery allocates what a recovery needs
     assert {name: last[name] - early[name] for name in ("descriptors", "sockets", "threads")} == {
         "descriptors": 0, "sockets": 0, "threads": 0

@@ -132,7 +132,9 @@ def test_nodes_of_moe_ckpt_run_recover_at_the_first_restart_with_nothing_set_and
     argv = ["--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(cluster.memory), "--moe-ckpt-replicas", "1"]
     argv = flags(corpus, TWO_RANKS, *argv, "--moe-ckpt-inject-fault", "0@4")
     meeting = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id two-and-a-spare"
-    run = f"-m megatron.pretrain.seats.run --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 {meeting}".split()
+    run = (
+        f"-m megatron.pretrain.standby.run --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 {meeting}".split()
+    )
     agent = shlex.join([sys.executable, *run, "pretrain_gpt_moe.py", *argv])
     nodes = "\n".join(f"MOE_CKPT_NODE=node-{number} {agent} & pids+=($!)" for number in range(3))
     ended = launch(["bash", "-c", f'{nodes}\nfor pid in "${{pids[@]}}"; do wait "$pid"; echo "exit code $?"; done'])

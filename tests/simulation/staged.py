@@ -205,7 +205,7 @@ class StagedRank:
             self._with_stage(b"weights")
             self._stands(iteration, self._journal)
             coordinator.step_end(iteration, self._journal)
-            self._logs.committed(iteration, self._journal, ports.trainer.scalars(), coordinator.oldest_base)
+            self._logs.on_commit(iteration, self._journal, ports.trainer.scalars(), coordinator.oldest_base)
             self._parker.keep_only(None)
         coordinator.shutdown()
 
@@ -304,7 +304,7 @@ class StagedRank:
             recorded = replay.journal
             replay.stepped(journal_of(self._rank, iteration))
             if logs_again:
-                self._logs.committed(iteration, recorded, self._ports.trainer.scalars(), None)
+                self._logs.on_commit(iteration, recorded, self._ports.trainer.scalars(), None)
         self._logs.drain(5.0)
         self._seen.replayed.append((self._ports.start, self._rank, replay.iterations))
 

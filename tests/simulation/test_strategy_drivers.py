@@ -140,9 +140,9 @@ class Recorded:
                     assert recorded.persisted.setdefault(plan.iteration, list(parts)) == list(parts)
                 return parts
 
-            def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+            def on_token_counts(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
                 recorded.counts[iteration] = [list(row) for row in counts]
-                super().counted(iteration, counts)
+                super().on_token_counts(iteration, counts)
 
         self.kind: Any = Recording
 

@@ -1,7 +1,7 @@
 """`standby_stock_job.py` in which each rank logs the iteration $APART_AT once by the loop's own count of iterations.
 
 After a local recovery to that iteration the ranks that did not replay log it, and wait there in a barrier that the
-others never reach. A rank that has done so leaves its number in the folder $SEATS.
+others never reach. A rank that has done so leaves its number in the folder $SLOTS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def wait_apart() -> None:
     replacing, at = Call.replacing, int(os.environ["APART_AT"])
 
     def replaced(self: Call, **values: Any) -> Call:
-        done = Path(os.environ["SEATS"]) / f"apart-{os.environ['RANK']}"
+        done = Path(os.environ["SLOTS"]) / f"apart-{os.environ['RANK']}"
         if self["iteration"] != at or done.exists():
             return replacing(self, **values)
         done.touch()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from seated import check_survivors, survivors
+from assigned import check_survivors, survivors
 from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
@@ -42,16 +42,16 @@ def struck(
 ) -> tuple[Path, str]:
     """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
     said. hang_s: after which the launcher ends ranks that hang, which they do once; 0: it does not, nor do they."""
-    seats = job.folder / "seats"
-    seats.mkdir()
-    launcher = "-m megatron.pretrain.seats.run --moe-ckpt-standbys 1 --standalone --max-restarts 9".split()
+    slots = job.folder / "slots"
+    slots.mkdir()
+    launcher = "-m megatron.pretrain.standby.run --moe-ckpt-standbys 1 --standalone --max-restarts 9".split()
     launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks)]
     launcher += ["--moe-ckpt-hang-timeout", str(hang_s)] * bool(hang_s)
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(job.memory)]
     protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
     path = str(ROOT / "tests" / "stock" / script)
     environment = {"RECORDS": str(job.folder), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
-    environment |= {"OMP_NUM_THREADS": "1", "SEATS": str(seats), "READY_STANDBYS": "1", "KILLS": kills}
+    environment |= {"OMP_NUM_THREADS": "1", "SLOTS": str(slots), "READY_STANDBYS": "1", "KILLS": kills}
     environment |= variables
     recoveries = len(faults.split()) + len([kill for kill in kills.split(",") if kill]) + bool(hang_s)
     timeout_s = HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S * recoveries + 1.5 * hang_s
@@ -69,7 +69,7 @@ def struck(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said
-    return seats, said
+    return slots, said
 
 
 @full
@@ -79,8 +79,8 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
     job = new_job(FOUR)
     reports = job.folder / "reports.jsonl"
     faults, metrics = "3@4:forward-backward 1@6:forward-backward", ("--metrics-jsonl", str(reports))
-    seats, said = struck(job, SPARSE, faults, "0@1:resume", metrics)
-    assert survivors(seats, 4, 0, 2) == {1, 2}
+    slots, said = struck(job, SPARSE, faults, "0@1:resume", metrics)
+    assert survivors(slots, 4, 0, 2) == {1, 2}
     assert "ranks kept their processes)" in said, said
     assert job.records() == undisturbed(FOUR)
     told = [line["recovery"] for line in map(json.loads, reports.read_text().splitlines()) if "recovery" in line]
@@ -106,8 +106,8 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
     shape: Shape, strategy: str, faults: str, new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     job = new_job(shape)
-    seats, _ = struck(job, strategy, faults)
-    check_survivors(seats, shape.ranks, [{int(fault.split("@")[0])} for fault in faults.split()])
+    slots, _ = struck(job, strategy, faults)
+    check_survivors(slots, shape.ranks, [{int(fault.split("@")[0])} for fault in faults.split()])
     assert job.records() == undisturbed(shape)
 
 
@@ -130,6 +130,6 @@ def test_a_second_fault_at_any_point_of_the_recovery_costs_no_other_rank_its_pro
     second: str, lost: set[int], new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     job = new_job(FOUR)
-    seats, _ = struck(job, SPARSE, "1@4:forward-backward", kills=second)
-    assert survivors(seats, 4, 0, 2) == {0, 1, 2, 3} - lost
+    slots, _ = struck(job, SPARSE, "1@4:forward-backward", kills=second)
+    assert survivors(slots, 4, 0, 2) == {0, 1, 2, 3} - lost
     assert job.records() == undisturbed(FOUR)

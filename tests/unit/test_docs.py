@@ -19,7 +19,7 @@ from megatron_flags import options, parser
 from tiers import tier_of
 
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.seats.run import parse_options
+from megatron.pretrain.standby.run import parse_options
 from moe_ckpt.commands.main import commands
 from reproduce.__main__ import main as reproduce
 

@@ -34,9 +34,9 @@ from moe_ckpt.drills.reports import (
     trained_again,
     unlike_components,
 )
-from moe_ckpt.drills.schedule import Kind, Odds, StockCosts, best_interval, reached, schedule
+from moe_ckpt.drills.schedule import FaultRates, Kind, StockCosts, best_interval, reached, schedule
 
-ODDS = Odds(mtbf_s=30.0, node_share=0.2, nodes=2, ranks=8)
+ODDS = FaultRates(mtbf_s=30.0, node_share=0.2, nodes=2, ranks=8)
 
 
 def report(iteration: int, **changes: Any) -> dict[str, Any]:
@@ -82,13 +82,13 @@ def test_a_seed_repeats_its_faults_and_a_longer_schedule_begins_with_the_shorter
 
 
 def test_another_share_of_nodes_leaves_the_times_alone() -> None:
-    ranks_only = Odds(30.0, 0.0, 2, 8)
+    ranks_only = FaultRates(30.0, 0.0, 2, 8)
     assert [kill.at_s for kill in schedule(5, ODDS, 900.0)] == [kill.at_s for kill in schedule(5, ranks_only, 900.0)]
     assert {kill.kind for kill in schedule(5, ranks_only, 900.0)} == {Kind.RANK}
 
 
 def test_a_job_on_one_node_loses_no_nodes() -> None:
-    assert {kill.kind for kill in schedule(6, Odds(30.0, 1.0, 1, 8), 900.0)} == {Kind.RANK}
+    assert {kill.kind for kill in schedule(6, FaultRates(30.0, 1.0, 1, 8), 900.0)} == {Kind.RANK}
 
 
 def test_iterations_that_were_repeated_and_replayed_with_the_same_outcome_are_alike() -> None:

@@ -51,7 +51,7 @@ class MoEvement:
         size = next(iter(schedules.values())).window.size
         stall_s = max(map(_late_bytes, schedules.values())) / setting.peer_bytes_per_s(count) / size
         replay = ReplayCost(self, setting, schedules, shares)
-        recover = _Recover(setting, replay, Replicas(setting, count), self.local)
+        recover = _Recovery(setting, replay, Replicas(setting, count), self.local)
         copied = max(sum(schedule.load_bytes) for schedule in schedules.values()) / size
         overhead_s = stall_s + setting.slowed_s(copied, count)
         joint = recover.meet if self.local and not constants.restarts_all else None
@@ -204,7 +204,7 @@ class ReplayCost:
         }
 
 
-class _Recover:
+class _Recovery:
     """What a loss of nodes costs."""
 
     def __init__(self, setting: SystemSetting, replay: ReplayCost, replicas: Replicas, local: bool) -> None:

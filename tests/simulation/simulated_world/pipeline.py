@@ -171,7 +171,7 @@ class FakeStage:
 
 
 class FakeBuffers:
-    """A `local_recovery.park.Moving`: what forward passes change of a model's operators."""
+    """A `local_recovery.park.ChangingBuffers`: what forward passes change of a model's operators."""
 
     def __init__(self, model: FakeModel) -> None:
         self._model = model

@@ -70,7 +70,7 @@ class Rank:
             self.logs.begins(iteration, MICROBATCHES)
             self.passes(iteration)
             journal = StepJournal(grad_norm=iteration / 3, lm_loss=None, num_tokens=64)
-            self.logs.committed(iteration, journal, {"samples": 8 * iteration}, oldest_base(iteration))
+            self.logs.on_commit(iteration, journal, {"samples": 8 * iteration}, oldest_base(iteration))
 
     def settle(self) -> None:
         assert "not sealed within" not in self.logs.drain(WAIT_S)
@@ -277,7 +277,7 @@ def test_an_iteration_that_sends_otherwise_than_planned_has_no_log(new: Callable
     rank.train(range(1, 3))
     rank.logs.begins(3, MICROBATCHES)
     rank.passes(3, MICROBATCHES - 1)
-    found = rank.logs.committed(3, StepJournal(), {}, 0)
+    found = rank.logs.on_commit(3, StepJournal(), {}, 0)
     assert (found.newest, found.since) == (3, None)
     assert "3 of 4 forward" in found.why
     assert rank.held() == [1, 2]
@@ -288,7 +288,7 @@ def test_the_number_of_microbatches_may_change_from_iteration_to_iteration(new: 
     for iteration, microbatches in ((1, 2), (2, 4), (3, 1)):
         rank.logs.begins(iteration, microbatches)
         rank.passes(iteration, microbatches)
-        rank.logs.committed(iteration, StepJournal(), {}, 0)
+        rank.logs.on_commit(iteration, StepJournal(), {}, 0)
     rank.settle()
     counts = []
     for iteration in rank.held():
@@ -302,7 +302,7 @@ def test_a_log_that_is_made_again_replaces_the_one_that_is_there(new: Callable[.
     rank.train(range(1, 4))
     rank.logs.begins(2, MICROBATCHES)
     rank.passes(90)
-    rank.logs.committed(2, StepJournal(), {}, 0)
+    rank.logs.on_commit(2, StepJournal(), {}, 0)
     assert rank.held() == [1, 2, 3]
     with rank.store.open(SnapshotId(2, 0, LOG)) as reader:
         key = boundary_key(Direction.FORWARD, 0, 0)

@@ -128,7 +128,7 @@ class World:
         for microbatch in range(1 if fares == UNDONE else 2):
             self.recorder.sent(Direction.FORWARD, torch.full(SHAPE, float(self.draws * 2 + microbatch)))
         self.logs.passed()
-        self.logs.committed(iteration, StepJournal(), {}, base)
+        self.logs.on_commit(iteration, StepJournal(), {}, base)
 
     def check(self, newest: int, base: int, fared: str) -> None:
         """Held against what can be read once all is sealed; that sealing the newest failed is known one later."""

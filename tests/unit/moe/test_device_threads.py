@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.moe.in_place import kept_process, process_groups
+from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
 from megatron.core.dist_checkpointing.moe.runtime import peer_links
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Watcher
@@ -63,7 +63,7 @@ def test_it_is_this_ranks_device_that_is_asked_whether_it_has_come_to_its_end(
 ) -> None:
     asked: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(devices.get(threading.current_thread().name)))
-    assert kept_process._device_answers()
+    assert process_restart._device_answers()
     assert asked == [DEVICE]
 
 

@@ -30,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import messages
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import read_beat
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import read_beat
 from megatron.core.dist_checkpointing.moe.storage import manifest
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotEntry
 from megatron.core.dist_checkpointing.moe.storage.small_files import signed
@@ -220,11 +220,11 @@ def targets(folder: Path) -> dict[str, Target]:
         ),
         "manifest with a key": Target(keyed, UnreadableCheckpoint, (keyed_again(a_manifest()),), keyed_again),
         "message header": Target(
-            a_header, messages.Garbled,
+            a_header, messages.MalformedMessage,
             (messages.encode_header(12, 2, bytes(100)), messages.encode_header(0, None, b"")), header_again,
         ),
-        "message table": Target(a_table, messages.Garbled, (table()[1],)),
-        "message answers": Target(answers, messages.Garbled, (wanted,)),
+        "message table": Target(a_table, messages.MalformedMessage, (table()[1],)),
+        "message answers": Target(answers, messages.MalformedMessage, (wanted,)),
         "index of a dense checkpoint": Target(parse_index, UnreadableCheckpoint, (an_index(folder / "dense"),)),
         "checksums of a dense checkpoint": Target(
             lambda content: integrity.decode(content, "it"), UnreadableCheckpoint, (saved,),

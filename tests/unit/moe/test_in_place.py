@@ -18,14 +18,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
-from megatron.core.dist_checkpointing.moe.in_place import building, kept_process, process_groups
+from megatron.core.dist_checkpointing.moe.in_place import building, process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
-from megatron.core.dist_checkpointing.moe.in_place.kept_process import KeptProcess
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
+from megatron.core.dist_checkpointing.moe.in_place.process_restart import InProcessRestart
 from megatron.core.dist_checkpointing.moe.megatron_state.quantization import forget_reductions
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
-from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 
 RANKS = 4
 
@@ -293,12 +293,12 @@ class Manager:
 def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     error: Exception, may_stay: bool, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat, build = Seat(None), Build()
-    seat.may_stay, build.answers = may_stay, []
-    monkeypatch.setattr(kept_process, "own_seat", lambda: seat)
-    monkeypatch.setattr(kept_process, "own_build", lambda: build)
-    monkeypatch.setattr(kept_process, "get_model_config", lambda _: SimpleNamespace())
-    kept = KeptProcess([torch.nn.Linear(1, 1)], SimpleNamespace())  # type: ignore[arg-type]
+    slot, build = WorkerSlot(None), Build()
+    slot.may_stay, build.answers = may_stay, []
+    monkeypatch.setattr(process_restart, "own_slot", lambda: slot)
+    monkeypatch.setattr(process_restart, "own_build", lambda: build)
+    monkeypatch.setattr(process_restart, "get_model_config", lambda _: SimpleNamespace())
+    kept = InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(type(error)) as raised:
         kept.stay(error, manager)
     assert raised.value is error
@@ -310,25 +310,25 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     [("cuda_graph_impl", "local"), ("tp_comm_overlap", True), ("moe_token_dispatcher_type", "flex")],
 )
 def test_a_model_with_connections_that_cannot_be_exchanged_is_named(flag: str, value: object) -> None:
-    assert kept_process.needs_fresh_process(SimpleNamespace(**{flag: value}))
-    assert kept_process.needs_fresh_process(SimpleNamespace()) is None
+    assert process_restart.needs_fresh_process(SimpleNamespace(**{flag: value}))
+    assert process_restart.needs_fresh_process(SimpleNamespace()) is None
 
 
 def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_goes_on() -> None:
-    seat = SimpleNamespace(keeps=True, is_called_off=False)
+    slot = SimpleNamespace(keeps=True, is_called_off=False)
     waits, struck, went_on = threading.Event(), threading.Event(), threading.Event()
 
     def connecting() -> None:
         try:
             waits.wait()
             went_on.set()
-        except kept_process.CalledOff:
+        except process_restart.RestartSuperseded:
             struck.set()
 
-    threading.Timer(0.1, lambda: setattr(seat, "is_called_off", True)).start()
+    threading.Timer(0.1, lambda: setattr(slot, "is_called_off", True)).start()
     begun_s = time.monotonic()
-    with pytest.raises(kept_process.CalledOff):
-        kept_process.unless_called_off(connecting, seat)
+    with pytest.raises(process_restart.RestartSuperseded):
+        process_restart.unless_called_off(connecting, slot)
     assert time.monotonic() - begun_s < 10
     waits.set()
     assert struck.wait(10)
@@ -341,4 +341,4 @@ def test_what_goes_wrong_while_a_rank_connects_is_raised_where_it_is_waited_for(
         raise PeerLost("no rank 3")
 
     with pytest.raises(PeerLost, match="no rank 3"):
-        kept_process.unless_called_off(connecting, SimpleNamespace(keeps=keeps, is_called_off=False))
+        process_restart.unless_called_off(connecting, SimpleNamespace(keeps=keeps, is_called_off=False))

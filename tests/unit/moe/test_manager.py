@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.runtime.iterations import ORDER, Itera
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import Doing, Heartbeat, read_beat
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 
 
@@ -123,10 +123,10 @@ def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_
 
 
 @pytest.mark.parametrize(
-    ("recovers", "doing"), [(True, Doing.REJOINED), (False, Doing.STARTING)], ids=["recovered", "started"]
+    ("recovers", "doing"), [(True, Activity.REJOINED), (False, Activity.STARTING)], ids=["recovered", "started"]
 )
 def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_recovery_not_after_a_start(
-    recovers: bool, doing: Doing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recovers: bool, doing: Activity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Heartbeat(str(tmp_path))
     monkeypatch.setattr(iterations, "own_heartbeat", lambda: own)
@@ -135,7 +135,7 @@ def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_r
     said = [read_beat(tmp_path, os.getpid())]
     loop.hooks.rejoin()
     said.append(read_beat(tmp_path, os.getpid()))
-    assert [None if beat is None else beat.doing for beat in said] == [Doing.STARTING, doing]
+    assert [None if beat is None else beat.doing for beat in said] == [Activity.STARTING, doing]
 
 
 def test_replayed_iterations_end_with_their_record_and_ranks_rejoin_behind_them() -> None:

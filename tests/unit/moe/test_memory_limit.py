@@ -17,7 +17,13 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure
 from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
-from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import UNBOUNDED, NodeMemory, Room, Taker, taken_bytes
+from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import (
+    UNBOUNDED,
+    BufferAllocator,
+    MemoryBound,
+    NodeMemory,
+    taken_bytes,
+)
 from megatron.core.dist_checkpointing.moe.storage.system import node_memory_bytes
 from megatron.core.dist_checkpointing.moe.strategies import Job
 from megatron.core.dist_checkpointing.moe.strategies.base import NO_BUFFERS
@@ -27,7 +33,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind,
 OPERATORS = (OperatorId(0, OperatorKind.NON_EXPERT), *(expert(0, index) for index in range(4)))
 
 
-NO_LIMIT = Room()
+NO_LIMIT = MemoryBound()
 
 
 class Ranks:
@@ -143,11 +149,11 @@ def sparse() -> Sparse:
 
 
 def fitted(
-    capturer: FakeCapturer, strategy: Sparse, room: Room = NO_LIMIT, memory: Memory | None = None, **options: Any
+    capturer: FakeCapturer, strategy: Sparse, room: MemoryBound = NO_LIMIT, memory: Memory | None = None, **options: Any
 ) -> tuple[Memory, tuple[Any, bool]]:
     memory, logs = memory or Memory(), options.pop("log_bytes", 0)
     ranks = Ranks(rank=options.pop("rank", 0))
-    taker = Taker(memory, capturer, ranks, (), room=lambda: room, standby_bytes=lambda n: n * logs, **options)  # type: ignore[arg-type]
+    taker = BufferAllocator(memory, capturer, ranks, (), room=lambda: room, standby_bytes=lambda n: n * logs, **options)  # type: ignore[arg-type]
     return memory, taker.fit(strategy, NO_BUFFERS)
 
 
@@ -167,7 +173,7 @@ def test_less_is_asked_for_until_it_fits_and_each_step_is_one_line(
     for logs, lines in ((100 * 6, 0), (100 * 6 - 1, 1), (100 * 2, 2), (0, 3), (-1, 4)):
         caplog.clear()
         strategy = sparse()
-        memory, _ = fitted(capturer, strategy, Room(needed + logs, 2, "the reason"), log_bytes=100)
+        memory, _ = fitted(capturer, strategy, MemoryBound(needed + logs, 2, "the reason"), log_bytes=100)
         assert len(caplog.messages) == lines, caplog.messages
         assert taken_bytes(memory.taken) + 100 * strategy.logged <= needed + logs
         assert all("the reason" in line for line in caplog.messages)
@@ -186,16 +192,16 @@ def test_where_nothing_fits_training_goes_on_without_snapshots(
     capturer: FakeCapturer, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = sparse()
-    fitted(capturer, strategy, Room(10, 2, "the reason"))
+    fitted(capturer, strategy, MemoryBound(10, 2, "the reason"))
     assert strategy.gave_up
     assert "training is not protected" in caplog.messages[-1]
 
 
 def test_only_the_first_rank_speaks(capturer: FakeCapturer, caplog: pytest.LogCaptureFixture) -> None:
-    fitted(capturer, sparse(), Room(10, 2, "the reason"), rank=1)
+    fitted(capturer, sparse(), MemoryBound(10, 2, "the reason"), rank=1)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_strict_training_ends_where_it_would_have_to_give_something_up(capturer: FakeCapturer) -> None:
     with pytest.raises(CheckpointFailure, match=r"the reason; training ends because of --moe-ckpt-strict"):
-        fitted(capturer, sparse(), Room(10, 2, "the reason"), strict=True)
+        fitted(capturer, sparse(), MemoryBound(10, 2, "the reason"), strict=True)

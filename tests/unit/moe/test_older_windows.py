@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe import OlderWindow
+from megatron.core.dist_checkpointing.moe import PreviousWindow
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
-from megatron.core.dist_checkpointing.moe.stock import older_windows
-from megatron.core.dist_checkpointing.moe.stock.older_windows import made_whole
+from megatron.core.dist_checkpointing.moe.stock import previous_windows
+from megatron.core.dist_checkpointing.moe.stock.previous_windows import made_whole
 
-WINDOW = OlderWindow(3, 4, "world_size 4", "job", in_memory=False)
+WINDOW = PreviousWindow(3, 4, "world_size 4", "job", in_memory=False)
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -45,7 +45,7 @@ def converting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         played.write_text(f"#!/bin/sh\ncd {tmp_path}\n{script}\n")
         played.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(played))
-        monkeypatch.setattr(older_windows, "all_done", lambda is_done: is_done)  # the only rank, without a device
+        monkeypatch.setattr(previous_windows, "all_done", lambda is_done: is_done)  # the only rank, without a device
         storage = tmp_path / "storage"
         storage.mkdir(exist_ok=True)
         args = SimpleNamespace(save=str(tmp_path / "save") if save else None, load="elsewhere", ckpt_step=2)
@@ -67,7 +67,7 @@ def a_peer_is_lost_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise PeerLost("rank 1 is gone")
         return is_done
 
-    monkeypatch.setattr(older_windows, "all_done", failing)
+    monkeypatch.setattr(previous_windows, "all_done", failing)
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.moe.policy.placement import Placement, pla
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.replication.round import Exchange, Offer
+from megatron.core.dist_checkpointing.moe.replication.round import Exchange, ReplicaOffer
 from megatron.core.dist_checkpointing.moe.storage.manifest import encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology
@@ -81,7 +81,9 @@ class Job:
         replicator = Replicator(transport, self.placement.peers[rank], self.placement.kept_by[rank])
         receiver = ReplicaReceiver(self.stores[rank], SystemClock(), rank=rank)
         with self.stores[rank].open(SnapshotId(ITERATION, rank)) as reader:
-            return replicator.exchange(ITERATION, [Offer("snapshot", encode(reader.manifest), reader.raw())], receiver)
+            return replicator.exchange(
+                ITERATION, [ReplicaOffer("snapshot", encode(reader.manifest), reader.raw())], receiver
+            )
 
     def copy(self, owner: int, at: int) -> Mapping[str, bytes]:
         with self.stores[at].open(SnapshotId(ITERATION, owner)) as reader:

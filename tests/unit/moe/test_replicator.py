@@ -20,10 +20,10 @@ from xxhash import xxh3_128_digest
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
 from megatron.core.dist_checkpointing.moe.replication import round as exchange_round
-from megatron.core.dist_checkpointing.moe.replication.agreement import Meeting
+from megatron.core.dist_checkpointing.moe.replication.agreement import ConnectionEpochs
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
-    Garbled,
+    MalformedMessage,
     Ranges,
     ReplicaPiece,
     Reply,
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.moe.replication.messages import (
     encode_table,
 )
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.replication.round import Exchange, Offer
+from megatron.core.dist_checkpointing.moe.replication.round import Exchange, ReplicaOffer
 
 HANG_TIMEOUT_S = 30.0
 
@@ -174,10 +174,10 @@ Peers = Mapping[int, Sequence[int]]
 Pieces = Mapping[int, Mapping[str, bytes] | None]
 
 
-def offers_of(pieces: Mapping[str, bytes] | None) -> list[Offer] | None:
+def offers_of(pieces: Mapping[str, bytes] | None) -> list[ReplicaOffer] | None:
     if pieces is None:
         return None
-    return [Offer(name, manifest_of(name, raw), memoryview(raw)) for name, raw in pieces.items()]
+    return [ReplicaOffer(name, manifest_of(name, raw), memoryview(raw)) for name, raw in pieces.items()]
 
 
 def exchange(peers: Peers, pieces: Pieces, rooms: Sequence[Room], network: Network | None = None) -> list[Exchange]:
@@ -275,7 +275,7 @@ def test_a_segment_of_another_size_than_its_manifest_says_is_refused() -> None:
 
     def play(rank: int) -> Exchange:
         replicator = Replicator(FakeTransport(network, rank, 2), [1] * (rank == 0), [0] * rank)
-        offer = Offer("snapshot", manifest_of("snapshot", b"1234"), memoryview(b"12345"))
+        offer = ReplicaOffer("snapshot", manifest_of("snapshot", b"1234"), memoryview(b"12345"))
         return replicator.exchange(7, [offer] if rank == 0 else None, rooms[rank])
 
     with ThreadPoolExecutor(2) as threads:
@@ -383,7 +383,7 @@ def test_headers_and_tables_are_read_back_as_they_were(iteration: int, pieces: l
 def test_no_bit_of_a_header_can_change_unnoticed(bit: int) -> None:
     header = bytearray(encode_header(12, 1, encode_table([ReplicaPiece("snapshot", b"manifest", 9)])))
     header[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(Garbled):
+    with pytest.raises(MalformedMessage):
         decode_header(header)
 
 
@@ -399,11 +399,13 @@ def test_answers_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize("wanted", [((0, 101),), ((8, 4),), ((0, 8), (4, 12))], ids=["beyond", "backwards", "twice"])
 def test_ranges_that_a_piece_does_not_have_are_garbled(wanted: Ranges) -> None:
     rows, ranges = encode_answers([(Reply.PARTLY, wanted)])
-    with pytest.raises(Garbled, match="of a piece of 100 bytes"):
+    with pytest.raises(MalformedMessage, match="of a piece of 100 bytes"):
         decode_ranges(ranges, decode_answers(rows)[1], [100])
 
 
-def meet(meetings: Sequence[Meeting], timeout_s: float = HANG_TIMEOUT_S, pauses_s: Sequence[float] = ()) -> list[int]:
+def meet(
+    meetings: Sequence[ConnectionEpochs], timeout_s: float = HANG_TIMEOUT_S, pauses_s: Sequence[float] = ()
+) -> list[int]:
     def come(rank: int) -> int:
         time.sleep(pauses_s[rank] if pauses_s else 0)
         return meetings[rank].meet(timeout_s)
@@ -414,14 +416,14 @@ def meet(meetings: Sequence[Meeting], timeout_s: float = HANG_TIMEOUT_S, pauses_
 
 def test_ranks_that_come_at_different_times_agree_on_one_number() -> None:
     store = HashStore()
-    meetings = [Meeting(store, rank, 3) for rank in range(3)]
+    meetings = [ConnectionEpochs(store, rank, 3) for rank in range(3)]
     assert meet(meetings, pauses_s=(0, 0.1, 0.05)) == [1, 1, 1]
     assert meet(meetings, pauses_s=(0.1, 0, 0.05)) == [2, 2, 2]
 
 
 def test_ranks_that_gave_up_several_times_meet_the_late_one_at_a_new_number() -> None:
     store = HashStore()
-    meetings = [Meeting(store, rank, 3) for rank in range(3)]
+    meetings = [ConnectionEpochs(store, rank, 3) for rank in range(3)]
     for rank in (0, 0, 1):
         with pytest.raises(PeerLost):
             meetings[rank].meet(0.0)
@@ -433,9 +435,9 @@ def test_ranks_that_gave_up_several_times_meet_the_late_one_at_a_new_number() ->
 def test_who_does_not_come_is_named() -> None:
     store = HashStore()
     with pytest.raises(PeerLost, match="ranks 1, 2 did not come"):
-        Meeting(store, 0, 3).meet(0.0)
+        ConnectionEpochs(store, 0, 3).meet(0.0)
     with pytest.raises(PeerLost, match="rank 1 did not come"):
-        Meeting(store, 2, 3).meet(0.0)
+        ConnectionEpochs(store, 2, 3).meet(0.0)
 
 
 class Sending:

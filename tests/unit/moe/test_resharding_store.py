@@ -265,7 +265,7 @@ def windows(folder: Path, *spans: tuple[int, int], lacks: tuple[int, int] | None
 
 def test_the_newest_window_of_which_all_ranks_left_everything_can_be_run_again(tmp_path: Path) -> None:
     windows(tmp_path, (1, 2), (3, 4), (5, 6), lacks=(5, 3))
-    found = view(tmp_path).older_window()
+    found = view(tmp_path).previous_window()
     assert found is not None
     assert (found.first, found.last, found.in_memory) == (3, 4, False)
     assert str(found) == "iterations 3 to 4 of the layout world_size 4, tp 2, etp 2"
@@ -274,7 +274,7 @@ def test_the_newest_window_of_which_all_ranks_left_everything_can_be_run_again(t
 def test_of_two_pasts_the_newer_one_is_run_again(tmp_path: Path) -> None:
     windows(tmp_path, (5, 6))
     windows(tmp_path, (3, 4), timeline=[["2-b", 2]])
-    found = view(tmp_path).older_window()
+    found = view(tmp_path).previous_window()
     assert found is not None
     assert found.last == 4
 
@@ -285,7 +285,7 @@ def test_a_window_that_two_attempts_stored_parts_of_is_not_run_again(tmp_path: P
         store = FilesystemStore(tmp_path, rank)
         store.free(SnapshotId(5, rank))
         put(store, rank, share(rank), iteration=5, window=[5, 6], timeline=[["1-a", 0], ["2-b", 4]])
-    found = view(tmp_path).older_window()
+    found = view(tmp_path).previous_window()
     assert found is not None
     assert (found.first, found.last) == (3, 4)
 
@@ -293,17 +293,17 @@ def test_a_window_that_two_attempts_stored_parts_of_is_not_run_again(tmp_path: P
 def test_no_window_is_run_again_where_none_is_whole_or_training_draws_random_numbers(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    assert view(folder).older_window() is None, "a whole state is none"
+    assert view(folder).previous_window() is None, "a whole state is none"
     other = tmp_path_factory.mktemp("windows")
     windows(other, (3, 4))
     live = live_of(0, draws="hidden_dropout 0.1")
-    assert view(other, live=live).older_window() is None
-    assert view(other, live=live, inexact=True).older_window() is not None
+    assert view(other, live=live).previous_window() is None
+    assert view(other, live=live, inexact=True).previous_window() is not None
 
 
 def test_what_another_layout_left_is_copied_as_it_is(tmp_path: Path) -> None:
     windows(tmp_path / "from", (3, 4))
-    view(tmp_path / "from").copy_older(FilesystemStore(tmp_path / "to", 0))
+    view(tmp_path / "from").copy_previous(FilesystemStore(tmp_path / "to", 0))
     before, after = (sorted(path for path in (tmp_path / name).rglob("*.*")) for name in ("from", "to"))
     assert [path.relative_to(tmp_path / "from") for path in before] == [
         path.relative_to(tmp_path / "to") for path in after
@@ -318,8 +318,8 @@ def test_a_damaged_generation_is_named_and_the_others_are_copied(
     windows(tmp_path / "from", (1, 2), (3, 4))
     records = tmp_path / "from" / SnapshotId(2, 2).name / SEGMENT
     records.write_bytes(bytes(records.stat().st_size))
-    view(tmp_path / "from").copy_older(FilesystemStore(tmp_path / "to", 0))
-    found = view(tmp_path / "to").older_window()
+    view(tmp_path / "from").copy_previous(FilesystemStore(tmp_path / "to", 0))
+    found = view(tmp_path / "to").previous_window()
     assert found is not None
     assert (found.first, found.last) == (3, 4)
     (warning,) = caplog.messages

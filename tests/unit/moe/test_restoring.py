@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState, keep, take
-from megatron.core.dist_checkpointing.moe.recovery.restoring import Attempt, _MeasuredReads
+from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
 from megatron.core.dist_checkpointing.moe.types import PARKED, RecoveryPlan, ReplaySegment, Scope, Topology
 
 
@@ -18,7 +18,7 @@ def test_state_that_no_copy_gives_is_nan_after_a_recovery_and_never_what_it_was(
     restorer = LiveRestorer((), lambda recast: None, derived=[live])
     ports: Any = SimpleNamespace(transport=SimpleNamespace(rank=0), restorer=restorer, kept=KeptState(), clock=None)
     plan = RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), ())
-    Attempt(ports, plan, (), Topology(1)).restore()
+    RestoreTask(ports, plan, (), Topology(1)).restore()
     assert bool(live.isnan().all())
 
 

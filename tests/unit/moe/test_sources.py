@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, Found
+from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, SnapshotEntry
 from megatron.core.dist_checkpointing.moe.recovery.sources import (
     logs_and_gradients,
     needs,
@@ -34,7 +34,7 @@ ONE_NODE = (0, 0, 0)
 
 @pytest.mark.parametrize("damaged", [0, 2])
 def test_beside_a_damaged_copy_an_intact_one_on_the_same_node_is_taken(damaged: int) -> None:
-    found = tuple(Found(SNAPSHOT, Tier.OWN_MEMORY, finder=finder, plan=PLAN) for finder in (0, 2))
+    found = tuple(SnapshotEntry(SNAPSHOT, Tier.OWN_MEMORY, finder=finder, plan=PLAN) for finder in (0, 2))
     known = Catalogue(found, {0: frozenset([HEAD])}, ONE_NODE)
     gone = {(damaged, SNAPSHOT, Tier.OWN_MEMORY)}
     source = CopySource(0, 4, Tier.OWN_MEMORY, 0, Part.MASTER_AND_MOMENTS, frozenset([HEAD]))
@@ -49,9 +49,9 @@ REQUIRED = {rank: frozenset[OperatorId]() for rank in range(4)}
 NOTHING = frozenset[OperatorId]()
 
 
-def logged(iteration: int, sender: int, finder: int, *, journal: bool = True) -> Found:
+def logged(iteration: int, sender: int, finder: int, *, journal: bool = True) -> SnapshotEntry:
     snapshot, plan = SnapshotId(iteration, sender, LOG), SnapshotPlan(iteration, {})
-    return Found(snapshot, Tier.OWN_MEMORY, finder=finder, plan=plan, has_journal=journal)
+    return SnapshotEntry(snapshot, Tier.OWN_MEMORY, finder=finder, plan=plan, has_journal=journal)
 
 
 def local(*stages: int, rolling: tuple[int, ...] = ()) -> RecoveryPlan:
@@ -83,14 +83,14 @@ def test_a_log_that_the_reader_itself_holds_does_not_travel() -> None:
 
 
 def test_ranks_that_roll_forward_get_their_gradients_from_wherever_they_lie() -> None:
-    kept = Found(SnapshotId(6, 0, GRADIENTS), Tier.OWN_MEMORY, finder=2, plan=SnapshotPlan(6, {}))
+    kept = SnapshotEntry(SnapshotId(6, 0, GRADIENTS), Tier.OWN_MEMORY, finder=2, plan=SnapshotPlan(6, {}))
     plan = RecoveryPlan(6, Scope.NONE, (), (), roll_forward=(0,))
     (need,) = logs_and_gradients(plan, Catalogue((kept,), REQUIRED, (0, 0, 1, 1)), PIPELINE)
     assert (need.rank, need.found.finder, need.travels) == (0, 2, True)
 
 
 def test_no_snapshot_travels_for_random_states_alone_where_a_log_tells_the_rest() -> None:
-    own = Found(SnapshotId(5, 1), Tier.OWN_MEMORY, finder=3, plan=SnapshotPlan(5, {}), has_journal=True)
+    own = SnapshotEntry(SnapshotId(5, 1), Tier.OWN_MEMORY, finder=3, plan=SnapshotPlan(5, {}), has_journal=True)
     nodes = (0, 0, 1, 1)
     only = Catalogue((own,), REQUIRED, nodes)
     assert [one.rank for one in with_trainer_states((), local(1), only, PIPELINE)] == [1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.replication import staged
-from megatron.core.dist_checkpointing.moe.replication.connections import Ended
+from megatron.core.dist_checkpointing.moe.replication.connections import ConnectionsClosed
 from megatron.core.dist_checkpointing.moe.replication.staged import BulkWay, NcclPairs, Staging, of_training
 
 CHUNK = 10
@@ -143,9 +143,9 @@ def test_nccl_is_asked_whether_it_is_done_and_never_made_to_wait_on_the_device()
     assert len(asked) == 4
 
     def ended() -> None:
-        raise Ended("this rank hangs up")
+        raise ConnectionsClosed("this rank hangs up")
 
-    with pytest.raises(Ended, match="hangs up"):
+    with pytest.raises(ConnectionsClosed, match="hangs up"):
         NcclPairs().finish(SimpleNamespace(is_completed=lambda: False), ended)
 
 

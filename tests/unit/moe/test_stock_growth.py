@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewProcessesNeeded, PeerLost, Terminated, UsageError
 from megatron.core.dist_checkpointing.moe.extensions.elastic import growth
 from megatron.core.dist_checkpointing.moe.extensions.elastic.growth import Growth
-from megatron.core.dist_checkpointing.moe.seats.joining import FOLDER, Joining
+from megatron.core.dist_checkpointing.moe.standby.joining import FOLDER, Joining
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import installed
 

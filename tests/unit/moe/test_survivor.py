@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery import survivor as survivors
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
-from megatron.core.dist_checkpointing.moe.local_recovery.survivor import Live, Passes, Survivor, SurvivorBuffers
+from megatron.core.dist_checkpointing.moe.local_recovery.survivor import LiveTensors, Passes, Survivor, SurvivorBuffers
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
@@ -61,10 +61,10 @@ def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         trainer: Any = Trainer()
         tensors: Any = [SimpleNamespace(tensor=SimpleNamespace(is_cuda=True), field="weight")] * on_device
         optimizer: Any = Chain()
-        live = Live(LiveCapturer((), trainer, ThreadEngine()), trainer, optimizer, tensors, ())
+        live = LiveTensors(LiveCapturer((), trainer, ThreadEngine()), trainer, optimizer, tensors, ())
         store = MemoryStore(tmp_path, "job", 0, BUFFERS.sizes(PLAN), area="standby")
         survivor = Survivor(store, BUFFERS, live, PLAN, Passes(None, 4, 1, 2), SystemClock(), 60.0, 25.0)
-        survivor.attend(Identity("job", {}, frozenset(), "sparse"), 4)
+        survivor.set_lineage(Identity("job", {}, frozenset(), "sparse"), 4)
         made.append(survivor)
         return survivor
 
@@ -80,7 +80,7 @@ def test_both_engines_let_go_of_segments_before_any_of_them_goes(
     survivor = new()
     before = {path.name for path in tmp_path.rglob("segment-*.bin")}
     monkeypatch.setattr(survivors.BoundaryRecorder, "release", lambda recorder: logs.release())
-    survivor.fit(PLAN.lookback + 2, parked.release)
+    survivor.resize_logs(PLAN.lookback + 2, parked.release)
     assert parked.let_go_of == logs.let_go_of == [before]
     assert len(list(tmp_path.rglob("segment-*.bin"))) == len(BUFFERS.sizes(replace(PLAN, lookback=PLAN.lookback + 2)))
 

@@ -27,7 +27,7 @@ class Standby:
 
 
 def survivor(calls: list[str], store: Standby) -> SimpleNamespace:
-    """As much of one as `fit` uses."""
+    """As much of one as `resize_logs` uses."""
     return SimpleNamespace(
         _plan=PLAN, _refused=0, _identity=object(), _buffers=SurvivorBuffers((100,), 10), store=store,
         _recorder=SimpleNamespace(release=lambda: calls.append("recorder let go")),
@@ -37,7 +37,7 @@ def survivor(calls: list[str], store: Standby) -> SimpleNamespace:
 
 def test_both_copy_engines_let_go_before_any_memory_goes() -> None:
     calls: list[str] = []
-    Survivor.fit(survivor(calls, Standby(calls)), 6, lambda: calls.append("snapshots let go"))  # type: ignore[arg-type]
+    Survivor.resize_logs(survivor(calls, Standby(calls)), 6, lambda: calls.append("snapshots let go"))  # type: ignore[arg-type]
     assert calls == ["settled", "recorder let go", "snapshots let go", "resized to 9"]
 
 
@@ -45,5 +45,5 @@ def test_logs_that_find_no_room_are_said_once(caplog: pytest.LogCaptureFixture) 
     calls: list[str] = []
     one = survivor(calls, Standby(calls, is_full=True))
     for _ in range(3):
-        Survivor.fit(one, 6)  # type: ignore[arg-type]
+        Survivor.resize_logs(one, 6)  # type: ignore[arg-type]
     assert len(caplog.messages) == 1 and "find no room" in caplog.messages[0]

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, stop_waiting
 from megatron.core.dist_checkpointing.moe.runtime.termination import SignalBytes
-from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, MainThread, ToldToEnd, Watcher
+from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, MainThread, TerminationRequested, Watcher
 
 PATIENCE_S, LONG_S = 0.2, 20.0
 
@@ -195,7 +195,7 @@ def test_sigterm_ends_a_call_that_no_handler_can_interrupt(handler: list[int]) -
     (own, other), call = linked(2), Call()
     with watched(Step(), own, call.release) as watcher:
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(ToldToEnd):
+        with pytest.raises(TerminationRequested):
             call.enter()
         assert watcher.interrupted is Cause.TOLD_TO_END
     assert handler == [signal.SIGTERM]

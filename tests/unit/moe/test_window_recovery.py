@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.dist_checkpointing.moe.policy.rollback import base_for
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, Found
+from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, SnapshotEntry
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import whole_windows
 from megatron.core.dist_checkpointing.moe.recovery.sources import needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.strategies import Piece
@@ -27,10 +27,10 @@ NONE: frozenset[OperatorId] = frozenset()
 TWO = Topology(2)
 
 
-def found(rank: int, iteration: int, *operators: OperatorId, journal: bool = True) -> Found:
+def found(rank: int, iteration: int, *operators: OperatorId, journal: bool = True) -> SnapshotEntry:
     plan = SnapshotPlan(iteration, dict.fromkeys(operators, Part.MASTER_AND_MOMENTS))
     snapshot = SnapshotId(iteration, rank)
-    return Found(snapshot, Tier.OWN_MEMORY, window=(4, 5), has_journal=journal, finder=rank, plan=plan)
+    return SnapshotEntry(snapshot, Tier.OWN_MEMORY, window=(4, 5), has_journal=journal, finder=rank, plan=plan)
 
 
 def planned(*sources: CopySource) -> RecoveryPlan:

@@ -154,7 +154,7 @@ class Rank:
             self.tracker.open(task)
             self.tracker.copied(task)
         if counts is not None and self.strategy.counts_tokens:
-            self.strategy.counted(now, counts)
+            self.strategy.on_token_counts(now, counts)
         open_ = self.tracker.rounds.open
         reports = self._in_order([statuses(at) for at in range(len(open_))])
         self.failed |= {
@@ -163,7 +163,7 @@ class Rank:
             if status is Status.FAILED and one.level is Level.SNAPSHOT
         }
         if self.tracker.update(reports, now):
-            self.strategy.measured(Costs(1.0, 0.0, 0.1))
+            self.strategy.on_costs(Costs(1.0, 0.0, 0.1))
         self._replicate(
             [
                 one.plan.iteration

@@ -127,8 +127,8 @@ class World:
             self.plans.append(plan)
             self.capture(plan)
         if self.strategy.counts_tokens:
-            self.strategy.counted(now, counts)
-            self.twin.counted(now, counts)
+            self.strategy.on_token_counts(now, counts)
+            self.twin.on_token_counts(now, counts)
         while self.flights and (len(self.flights) > 1 or self.random.random() < 0.6):
             self.settle()
         if plan is not None:
@@ -191,9 +191,9 @@ class World:
         if flight.level is Level.SNAPSHOT:
             self.ended(now, ok, sent)
         for strategy in (self.strategy, self.twin):
-            strategy.settled(flight.plan, flight.level, ok)
+            strategy.on_commit(flight.plan, flight.level, ok)
             if flight.level is Level.SNAPSHOT and ok:
-                strategy.settled(flight.plan, Level.REPLICAS, sent)
+                strategy.on_commit(flight.plan, Level.REPLICAS, sent)
         if flight.level is Level.SNAPSHOT and ok:
             parts = self.strategy.persistent(flight.plan)
             assert parts == self.twin.persistent(flight.plan)
@@ -299,7 +299,7 @@ class World:
         """What all ranks have is sent to peers that lack it, which may fail."""
         sent = self.random.random() >= self.failing
         for strategy in (self.strategy, self.twin):
-            strategy.settled(SnapshotPlan(self.iteration, {}), Level.REPLICAS, sent)
+            strategy.on_commit(SnapshotPlan(self.iteration, {}), Level.REPLICAS, sent)
         for rank, windows in self.memory.items():
             self.memory[rank] = [
                 replace(

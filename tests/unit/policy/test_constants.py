@@ -47,20 +47,20 @@ def test_each_level_gets_one_copy_and_one_that_failed_is_made_again() -> None:
     first = planned(full, 1)
     assert first.constant == EXPERTS
     assert [piece.kind for piece in full.pieces(first)] == ["snapshot", CONSTANT]
-    full.settled(first, Level.SNAPSHOT, False)
+    full.on_commit(first, Level.SNAPSHOT, False)
     second = planned(full, 2)
     assert second.constant == EXPERTS, "the first one failed"
-    full.settled(second, Level.SNAPSHOT, True)
+    full.on_commit(second, Level.SNAPSHOT, True)
     third = planned(full, 3)
     assert third.constant == EXPERTS, "storage has none"
-    full.settled(third, Level.SNAPSHOT, True)
+    full.on_commit(third, Level.SNAPSHOT, True)
     (stored,) = full.persistent(third)
     assert stored.constant == EXPERTS
-    full.settled(third, Level.PERSIST, True)
+    full.on_commit(third, Level.PERSIST, True)
     fourth = planned(full, 4)
     assert fourth.parts.keys() == REST
     assert [piece.kind for piece in full.pieces(fourth)] == ["snapshot"]
-    full.settled(third, Level.REPLICAS, False)
+    full.on_commit(third, Level.REPLICAS, False)
     assert planned(full, 5).constant == EXPERTS, "a peer lacks it"
 
 

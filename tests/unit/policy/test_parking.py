@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.moe.policy.parking import (
     PARKING,
     Cause,
     Decision,
-    Keep,
+    ParkContents,
     StepPhase,
     decide,
 )
@@ -71,7 +71,7 @@ def test_gradients_are_kept_only_beside_the_state_that_they_change(
 
 @pytest.mark.parametrize("phase", [StepPhase.UPDATING, StepPhase.REPLAYING, StepPhase.ROLLING_FORWARD])
 def test_a_state_that_is_being_written_is_never_kept(phase: StepPhase) -> None:
-    assert {PARKING[phase, cause].keep for cause in Cause} == {Keep.NOTHING}
+    assert {PARKING[phase, cause].keep for cause in Cause} == {ParkContents.NOTHING}
 
 
 def test_before_the_first_iteration_there_is_nothing_worth_keeping() -> None:

@@ -43,8 +43,8 @@ def step(pec: Pec, iteration: int, *, ok: bool = True, counts: list[list[int]] =
     """One iteration whose snapshot settles at once."""
     plan = pec.plan(iteration)
     assert plan is not None
-    pec.counted(iteration, counts)
-    pec.settled(plan, Level.SNAPSHOT, ok)
+    pec.on_token_counts(iteration, counts)
+    pec.on_commit(plan, Level.SNAPSHOT, ok)
     return plan
 
 
@@ -52,7 +52,7 @@ def written(pec: Pec, iteration: int, *, ok: bool = True) -> SnapshotPlan | None
     """One iteration, with what it persists, which settles at once too."""
     (part,) = pec.persistent(step(pec, iteration)) or (None,)
     if part is not None:
-        pec.settled(part, Level.PERSIST, ok)
+        pec.on_commit(part, Level.PERSIST, ok)
     return part
 
 
@@ -115,11 +115,11 @@ def test_while_everything_is_under_way_it_is_not_taken_again() -> None:
     pec = Pec(job_of(PEC))
     first = pec.plan(1)
     assert first is not None
-    pec.counted(1, EVEN)
+    pec.on_token_counts(1, EVEN)
     second = pec.plan(2)
     assert len(experts_of(second)) == 3
-    pec.counted(2, EVEN)
-    pec.settled(first, Level.SNAPSHOT, ok=False)
+    pec.on_token_counts(2, EVEN)
+    pec.on_commit(first, Level.SNAPSHOT, ok=False)
     assert len(experts_of(pec.plan(3))) == 24
 
 
@@ -138,7 +138,7 @@ def test_experts_under_way_are_not_chosen_again() -> None:
         pec = Pec(job_of(replace(PEC, **more)))  # type: ignore[arg-type]
         step(pec, 1)
         first = experts_of(pec.plan(2))
-        pec.counted(2, EVEN)
+        pec.on_token_counts(2, EVEN)
         assert experts_of(pec.plan(3)).isdisjoint(first)
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_planned_between_snapshots_but_their_tokens_count() -> None:
     for iteration in range(1, 10):
         plan = pec.plan(iteration)
         assert (plan is not None) == (iteration % 3 == 0)
-        pec.counted(iteration, EVEN)
+        pec.on_token_counts(iteration, EVEN)
     assert pec.to_data()["ledger"]["tokens"] == [[90] * 8] * 3
 
 
@@ -156,13 +156,13 @@ def test_the_experts_with_most_tokens_of_each_layer_are_taken_by_load() -> None:
     popular = {1: (0, 3), 2: (7, 1), 3: (4, 5)}  # in no two layers the same, nor neighbours in turn
     chosen = {expert(layer, index) for layer, experts in popular.items() for index in experts}
     assert pec.plan(1) is None
-    pec.counted(1, EVEN)
+    pec.on_token_counts(1, EVEN)
     step(pec, 2)
     assert pec.plan(3) is None
-    pec.counted(3, [[100 if index in popular[layer] else 1 for index in range(8)] for layer in popular])
+    pec.on_token_counts(3, [[100 if index in popular[layer] else 1 for index in range(8)] for layer in popular])
     assert experts_of(step(pec, 4)) == chosen
     assert pec.plan(5) is None
-    pec.counted(5, EVEN)
+    pec.on_token_counts(5, EVEN)
     assert experts_of(pec.plan(6)).isdisjoint(chosen)
 
 
@@ -227,13 +227,13 @@ def test_a_snapshot_that_was_not_planned_to_be_persisted_is_not() -> None:
     for iteration in range(1, 4):
         step(pec, iteration)
     due, late = pec.plan(4), None
-    pec.counted(4, EVEN)
+    pec.on_token_counts(4, EVEN)
     late = pec.plan(5)
-    pec.counted(5, EVEN)
+    pec.on_token_counts(5, EVEN)
     assert due is not None
     assert late is not None
-    pec.settled(due, Level.SNAPSHOT, ok=False)
-    pec.settled(late, Level.SNAPSHOT, ok=True)
+    pec.on_commit(due, Level.SNAPSHOT, ok=False)
+    pec.on_commit(late, Level.SNAPSHOT, ok=True)
     assert pec.persistent(late) == ()
     assert len(experts_of(written(pec, 6))) == 24
 
@@ -252,7 +252,7 @@ def test_every_expert_is_persisted_in_so_many_writes(
     for iteration in range(1, persist_interval * (4 * bound + 4)):
         plan = step(pec, iteration, counts=counts)
         for part in pec.persistent(plan):
-            pec.settled(part, Level.PERSIST, ok=True)
+            pec.on_commit(part, Level.PERSIST, ok=True)
             ages = {operator: age + 1 for operator, age in ages.items()} | dict.fromkeys(experts_of(part), 0)
             assert max(ages.values()) <= bound
             if len(experts_of(part)) < 24 and selection == "sequential":

@@ -73,9 +73,9 @@ def step(
     assert plan is not None
     if noting is not None:
         noting[iteration] = sent_of(strategy, plan)
-    strategy.counted(iteration, counts)
-    strategy.settled(plan, Level.SNAPSHOT, ok=True)
-    strategy.settled(plan, Level.REPLICAS, ok=sent)
+    strategy.on_token_counts(iteration, counts)
+    strategy.on_commit(plan, Level.SNAPSHOT, ok=True)
+    strategy.on_commit(plan, Level.REPLICAS, ok=sent)
     return plan
 
 
@@ -88,9 +88,9 @@ def test_the_first_snapshot_has_everything_and_later_ones_what_the_budgets_hold(
         == sent_of(strategy, first)
         == {expert(layer, index) for layer in (1, 2, 3) for index in range(8)}
     )
-    strategy.counted(1, EVEN)
-    strategy.settled(first, Level.SNAPSHOT, ok=True)
-    strategy.settled(first, Level.REPLICAS, ok=True)
+    strategy.on_token_counts(1, EVEN)
+    strategy.on_commit(first, Level.SNAPSHOT, ok=True)
+    strategy.on_commit(first, Level.REPLICAS, ok=True)
     for iteration in range(2, 12):
         plan = strategy.plan(iteration)
         assert plan is not None
@@ -99,18 +99,18 @@ def test_the_first_snapshot_has_everything_and_later_ones_what_the_budgets_hold(
             assert sum(one.expert in half for one in sent_of(strategy, plan)) == 2
         assert sent_of(strategy, plan) <= experts_of(plan)
         assert all(one in plan.anchored for one in sized().operators if not one.is_expert)
-        strategy.counted(iteration, EVEN)
-        strategy.settled(plan, Level.SNAPSHOT, ok=True)
-        strategy.settled(plan, Level.REPLICAS, ok=True)
+        strategy.on_token_counts(iteration, EVEN)
+        strategy.on_commit(plan, Level.SNAPSHOT, ok=True)
+        strategy.on_commit(plan, Level.REPLICAS, ok=True)
 
 
 def test_experts_with_the_most_tokens_since_their_last_copy_are_taken_from_the_layers_with_the_most() -> None:
     strategy = Selective(with_budgets(2, 2, interval=2))
     assert strategy.plan(1) is None
-    strategy.counted(1, EVEN)
+    strategy.on_token_counts(1, EVEN)
     step(strategy, 2)
     assert strategy.plan(3) is None
-    strategy.counted(3, [[1, 1, 1, 1, 9, 9, 1, 1], [90, 80, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 99, 1, 1, 70]])
+    strategy.on_token_counts(3, [[1, 1, 1, 1, 9, 9, 1, 1], [90, 80, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 99, 1, 1, 70]])
     chosen = experts_of(strategy.plan(4))
     assert chosen == {expert(2, 0), expert(2, 1), expert(3, 4), expert(3, 7)}
 
@@ -191,7 +191,7 @@ def test_a_persistent_snapshot_has_the_experts_with_the_most_tokens_since_they_w
     for iteration in range(1, 100):
         plan = step(strategy, iteration)
         for part in strategy.persistent(plan):
-            strategy.settled(part, Level.PERSIST, ok=True)
+            strategy.on_commit(part, Level.PERSIST, ok=True)
             stored.append(experts_of(part))
     assert len(stored[0]) == 24
     assert all(len(experts) == 4 for experts in stored[1:])
@@ -258,21 +258,21 @@ def test_experts_owe_what_they_lost_until_it_is_repaid_and_debts_of_the_target_r
     lost = {one: tokens for one, tokens in plan.lost_tokens.items() if tokens}
     strategy = world.strategy
     assert strategy.makes_up
-    assert dict(strategy.owed) == lost != {}
+    assert dict(strategy.deferred_tokens) == lost != {}
     one = next(iter(lost))
     rows = [[0] * 8 for _ in range(3)]
     rows[one.layer - 1][one.expert] = lost[one] - 1
-    strategy.repaid(plan.target + 1, rows)
-    assert dict(strategy.owed) == {**lost, one: 1}
+    strategy.on_deferred_tokens(plan.target + 1, rows)
+    assert dict(strategy.deferred_tokens) == {**lost, one: 1}
     again = Selective(job)
     data = {**json.loads(world.data[plan.target]), "owed": json.loads(json.dumps(strategy.to_data()["owed"]))}
     again.resumed(plan, data, plan.target)
-    assert again.owed[one] == lost[one] + 1
-    strategy.repaid(plan.target + 2, [[10**6] * 8] * 3)
-    assert dict(strategy.owed) == {}
+    assert again.deferred_tokens[one] == lost[one] + 1
+    strategy.on_deferred_tokens(plan.target + 2, [[10**6] * 8] * 3)
+    assert dict(strategy.deferred_tokens) == {}
     without = Selective(replace(job, config=replace(job.config, capacity_boost=0)))
     without.resumed(plan, data, plan.target)
-    assert dict(without.owed) == {}
+    assert dict(without.deferred_tokens) == {}
     assert without.take_notes() == ()
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.sharding import (
     SHARDINGS,
+    ParameterRange,
     ShardAssignment,
-    Stretch,
     adaptive_layers,
     fixed_layers,
     shard_checkpoint,
@@ -212,7 +212,7 @@ def test_each_ep_group_saves_its_half_of_each_expert_in_the_setting_of_fig_7() -
     }
 
 
-def is_weight_of_layer_0(shard: Stretch) -> bool:
+def is_weight_of_layer_0(shard: ParameterRange) -> bool:
     return shard.operator.is_expert and shard.operator.layer == 0 and shard.part == Part.COMPUTE
 
 
@@ -234,7 +234,7 @@ def test_where_the_greedy_choice_ends_higher_the_fixed_one_is_taken() -> None:
     # Greedy: 6 to rank 1, then both 5 to rank 0, which ends at 1 + 5 + 5. Fixed: 6 to rank 0, both 5 to rank 1.
     loads, sizes, ranks = (1, 0), (6, 5, 5), range(2)
     units = [
-        Stretch(OperatorId(layer, OperatorKind.NON_EXPERT), Part.COMPUTE, 0, size, 1, ranks)
+        ParameterRange(OperatorId(layer, OperatorKind.NON_EXPERT), Part.COMPUTE, 0, size, 1, ranks)
         for layer, size in enumerate(sizes)
     ]
     placed = adaptive_layers(units, loads)
@@ -268,7 +268,7 @@ def test_every_byte_is_saved_exactly_once_by_a_rank_that_holds_it(
         assert [first for first, _ in ranges] + [shape.parameters[operator]] == [0] + [end for _, end in ranges]
 
 
-def is_inside(shard: Stretch, parameters: int, ways: int, piece: int) -> bool:
+def is_inside(shard: ParameterRange, parameters: int, ways: int, piece: int) -> bool:
     """Whether the shard lies in the given tensor-parallel piece of its operator, the first pieces being the larger."""
     starts = [0]
     for index in range(ways):

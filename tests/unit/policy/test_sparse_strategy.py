@@ -131,15 +131,15 @@ def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
     strategy = Sparse(job_of(replace(CONFIG, ordering="popularity")))
     strategy.plan(1)
     before = strategy.buffer_specs()
-    strategy.counted(1, SKEWED)
-    strategy.settled(strategy.plan(2), Level.SNAPSHOT, False)  # type: ignore[arg-type]
+    strategy.on_token_counts(1, SKEWED)
+    strategy.on_commit(strategy.plan(2), Level.SNAPSHOT, False)  # type: ignore[arg-type]
     assert strategy.order_changes == 0
     assert strategy.plan(3) is not None
     assert strategy.order_changes == 1
     assert strategy.buffer_specs() != before
     strategy.buffers_refused()
     assert strategy.buffer_specs() == before
-    strategy.settled(SnapshotPlan(3, {}), Level.SNAPSHOT, False)
+    strategy.on_commit(SnapshotPlan(3, {}), Level.SNAPSHOT, False)
     assert strategy.plan(4) is not None
     assert strategy.buffer_specs() == before
 
@@ -149,7 +149,7 @@ def test_a_window_of_one_iteration_has_no_order_that_could_change() -> None:
     strategy.plan(1)
     before = strategy.buffer_specs()
     for iteration, counts in ((2, SKEWED), (3, EVEN)):
-        strategy.counted(iteration - 1, counts)
+        strategy.on_token_counts(iteration - 1, counts)
         assert strategy.plan(iteration) is not None
     assert strategy.order_changes == 0 and strategy.buffer_specs() is before
 
@@ -161,7 +161,7 @@ def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -
     slow, found = Costs(1.0, 0.0, 2.0), []
     for _ in range(20):
         peak_bytes = budget.decided_bytes or 1000
-        budget = budget.measured(replace(slow, round_s=peak_bytes / 400), peak_bytes)
+        budget = budget.on_costs(replace(slow, round_s=peak_bytes / 400), peak_bytes)
         wanted = budget.calls_for_another()
         if wanted is not None:
             budget = budget.decided(wanted)
@@ -188,7 +188,7 @@ def test_a_budget_never_feeds_on_the_stall_of_its_own_window(
         budget = budget.throughput_measured(Throughput(measured_s, bandwidth))
         if copied_s:
             costs = Costs(measured_s + stall_s, stall_s, copied_s * replicated)
-            budget = budget.measured(costs, budget.decided_bytes)
+            budget = budget.on_costs(costs, budget.decided_bytes)
         wanted = budget.calls_for_another()
         if wanted is not None:
             budget = budget.decided(wanted)
@@ -242,11 +242,11 @@ def test_ranks_that_are_told_the_same_plan_the_same(seed: int, ordering: str) ->
         bandwidth = 100.0 + 300 * int(draw(0)) if iteration % 9 == 0 else 400.0
         for strategy in (one, other):
             if strategy.counts_tokens:
-                strategy.counted(iteration, rows)
+                strategy.on_token_counts(iteration, rows)
             strategy.throughput_measured(Throughput(1.0, bandwidth))
             if plans[0] is not None:
-                strategy.settled(plans[0], Level.SNAPSHOT, ok)
-                strategy.measured(Costs(1.0, 0.0, 0.5))
+                strategy.on_commit(plans[0], Level.SNAPSHOT, ok)
+                strategy.on_costs(Costs(1.0, 0.0, 0.5))
         assert one.to_data() == other.to_data()
         assert one.buffer_specs() == other.buffer_specs()
 
@@ -434,8 +434,8 @@ def test_slow_replication_takes_a_larger_window_too() -> None:
     strategy.plan(5)
     assert strategy.buffer_specs()[0].own == 3
     for _ in range(16):
-        strategy.measured(Costs(iteration_s=1.0, stall_s=0.0, round_s=1.9))
-    strategy.settled(SnapshotPlan(5, {}), Level.SNAPSHOT, True)
+        strategy.on_costs(Costs(iteration_s=1.0, stall_s=0.0, round_s=1.9))
+    strategy.on_commit(SnapshotPlan(5, {}), Level.SNAPSHOT, True)
     strategy.plan(6)
     assert strategy.buffer_specs()[0].own > 3
 
@@ -489,8 +489,8 @@ def test_a_resumed_strategy_orders_and_sizes_windows_as_before() -> None:
     for iteration in range(5, 20):
         plan = before.plan(iteration)
         assert plan is not None
-        before.counted(iteration, SKEWED)
-        before.settled(plan, Level.SNAPSHOT, True)
+        before.on_token_counts(iteration, SKEWED)
+        before.on_commit(plan, Level.SNAPSHOT, True)
     data = json.loads(json.dumps(before.to_data()))
     after = Sparse(job)
     after.resumed(NOWHERE, data, 19)

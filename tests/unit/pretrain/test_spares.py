@@ -1,4 +1,4 @@
-"""Nodes that wait for a place in a job start standbys once it is known that its script takes seats."""
+"""Nodes that wait for a place in a job start standbys once it is known that its script takes slots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from megatron.pretrain.seats import spares
-from megatron.pretrain.seats.spares import SeatsWord
+from megatron.pretrain.standby import spares
+from megatron.pretrain.standby.spares import StandbyNotice
 
 WAIT_S = 30
 
@@ -27,27 +27,27 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 
 
 def test_what_one_node_tells_the_others_of_its_job_hear(store: HashStore) -> None:
-    spare = SeatsWord(handler(store))
+    spare = StandbyNotice(handler(store))
     assert not spare.heard()
-    SeatsWord(handler(store)).tell()
+    StandbyNotice(handler(store)).tell()
     assert spare.heard()
-    assert not SeatsWord(handler(store, "another job")).heard()
+    assert not StandbyNotice(handler(store, "another job")).heard()
 
 
 def test_a_single_node_has_nobody_to_tell() -> None:
-    alone = SeatsWord(cast(RendezvousHandler, SimpleNamespace(get_run_id=lambda: "job")))
+    alone = StandbyNotice(cast(RendezvousHandler, SimpleNamespace(get_run_id=lambda: "job")))
     alone.tell()
     assert not alone.heard()
 
 
-def test_a_node_that_waits_starts_standbys_once_ranks_have_taken_seats_and_not_before(store: HashStore) -> None:
-    node, called, looks = SeatsWord(handler(store)), threading.Event(), threading.Semaphore(0)
+def test_a_node_that_waits_starts_standbys_once_ranks_have_taken_slots_and_not_before(store: HashStore) -> None:
+    node, called, looks = StandbyNotice(handler(store)), threading.Event(), threading.Semaphore(0)
     heard, node.heard = node.heard, lambda: (looks.release(), heard())[1]  # type: ignore[method-assign]
     with node.heeded(called.set):
         assert looks.acquire(timeout=WAIT_S)
         assert looks.acquire(timeout=WAIT_S), "the second look comes after what the first one led to"
-        assert not called.is_set(), "a script that takes no seats would train by itself"
-        SeatsWord(handler(store)).tell()
+        assert not called.is_set(), "a script that takes no slots would train by itself"
+        StandbyNotice(handler(store)).tell()
         assert called.wait(WAIT_S)
     assert not [one for one in threading.enumerate() if one.name == "moe-ckpt-standbys"]
 
@@ -56,7 +56,7 @@ def test_a_node_that_waits_starts_standbys_once_ranks_have_taken_seats_and_not_b
 def test_a_node_that_cannot_start_one_says_so_and_waits_on(
     error: Exception, store: HashStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node, tried = SeatsWord(handler(store)), threading.Event()
+    node, tried = StandbyNotice(handler(store)), threading.Event()
     node.tell()
 
     def fail() -> None:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .megatron_state.trainer_state import LoopState as LoopState
     from .recovery.timeline import Milestone as Milestone
     from .recovery.timeline import Timestamps as Timestamps
-    from .resharding.store import OlderWindow as OlderWindow
+    from .resharding.store import PreviousWindow as PreviousWindow
     from .runtime.nccl_settings import set_for_parking as set_for_parking
     from .runtime.peer_links import is_lost_peer as is_lost_peer
     from .runtime.process_info import ProcessInfo as ProcessInfo
-    from .seats.seat import take_seat as take_seat
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
+    from .standby.slot import wait_for_rank as wait_for_rank
     from .types import StepJournal as StepJournal
     from .types import WaitReport as WaitReport
 
@@ -31,7 +31,7 @@ _MODULES = {
     "Milestone": "recovery.timeline",
     "MoECheckpointConfig": "config",
     "MoECheckpointManager": "manager",
-    "OlderWindow": "resharding.store",
+    "PreviousWindow": "resharding.store",
     "ProcessInfo": "runtime.process_info",
     "ProtectionReport": "snapshot.coordinator",
     "StepJournal": "types",
@@ -39,7 +39,7 @@ _MODULES = {
     "WaitReport": "types",
     "is_lost_peer": "runtime.peer_links",
     "set_for_parking": "runtime.nccl_settings",
-    "take_seat": "seats.seat",
+    "wait_for_rank": "standby.slot",
 }
 
 __all__ = sorted(_MODULES)

@@ -61,8 +61,8 @@ from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session
 from .runtime.termination import Termination
 from .runtime.watcher import PATIENCE_S, Watcher, stood_down
-from .seats.heartbeat import own_heartbeat
-from .seats.seat import own_seat
+from .standby.heartbeat import own_heartbeat
+from .standby.slot import own_slot
 from .strategies import STRATEGIES
 from .types import StepJournal
 
@@ -119,7 +119,7 @@ class MoECheckpointManager(Iterations):
         draws = "" if config.reshard == "inexact" else random_draws(transformer)
         trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
         if config.strategy != "none" and own_build().answers is not None:
-            own_seat().keep(close_connections)
+            own_slot().keep(close_connections)
         if session is None and config.strategy == "none":
             session = Session(leases_without_session(config, save, place) if save is not None else None)
         elif session is None:

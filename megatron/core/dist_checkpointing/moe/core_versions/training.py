@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAs
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.transformer.moe import moe_utils
 
-from ..seats.channel import end_with_parent
+from ..standby.channel import end_with_parent
 
 try:  # from 0.18 on
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker

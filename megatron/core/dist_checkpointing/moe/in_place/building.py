@@ -1,4 +1,4 @@
-"""Model and optimizer of a process that takes a lost rank's seat, built while the survivors keep theirs.
+"""Model and optimizer of a process that takes a lost rank's slot, built while the survivors keep theirs.
 
 Some constructors of Megatron-Core are collectives: the optimizer gathers which groups of parameters all ranks have, and
 datasets are built behind a barrier. Survivors build nothing, so nobody would answer. What these collectives gave when

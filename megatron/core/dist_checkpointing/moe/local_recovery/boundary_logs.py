@@ -2,7 +2,7 @@
 
 A log is a snapshot of kind "log" in the survivor's store. While an iteration runs, a recorder copies what this rank
 sends into its segment (`begins` to `passed`); after the step the log is handed to a lane that computes checksums and
-seals it while the next iterations train (`committed`). It goes when no replay can begin early enough to need it any
+seals it while the next iterations train (`on_commit`). It goes when no replay can begin early enough to need it any
 more, or when there is no segment left: the bound is `lookback` iterations.
 
 `LogCoverage` says whether a neighbour that lost its state could replay with these logs. Where it could not, training
@@ -100,7 +100,7 @@ class LogCoverage:
 
 
 class BoundaryLogs:
-    """In each iteration: `begins` before its first forward pass, `passed` after its last backward pass, `committed`
+    """In each iteration: `begins` before its first forward pass, `passed` after its last backward pass, `on_commit`
     after the optimizer's step; when a peer was lost, `drain`. All from the thread that trains.
 
     What goes wrong costs the log of an iteration and is logged as coverage, once for each change; nothing is raised
@@ -122,7 +122,7 @@ class BoundaryLogs:
 
     @property
     def coverage(self) -> LogCoverage:
-        """As `committed` found it last."""
+        """As `on_commit` found it last."""
         return self._coverage
 
     def begins(self, iteration: int, microbatches: int) -> None:
@@ -155,7 +155,7 @@ class BoundaryLogs:
         """The forward and backward passes have ended: what is sent from here on, as in an evaluation, is not logged."""
         self._recorder.passed()
 
-    def committed(
+    def on_commit(
         self, iteration: int, journal: StepJournal, trainer: Mapping[str, Json], oldest_base: int | None
     ) -> LogCoverage:
         """The iteration is part of training: seal its log beside training, and free those that no replay needs.

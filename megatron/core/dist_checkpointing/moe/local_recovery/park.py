@@ -37,7 +37,7 @@ from ..types import GRADIENTS, PARKED, SnapshotPlan, full_plan
 ToFacts = Callable[[Piece, Mapping[str, Json]], Facts]
 
 
-class Moving(Protocol):
+class ChangingBuffers(Protocol):
     """State of operators that forward and backward passes change, such as what routers count."""
 
     def fields(self) -> Sequence[Field]:
@@ -77,7 +77,7 @@ class ParkPorts:
     clock: Clock
     rank: int
     facts: ToFacts
-    moving: Moving
+    moving: ChangingBuffers
     gradients: Gradients | None = None
 
 
@@ -243,7 +243,9 @@ class Parker:
             return store.reserve(snapshot, layout)
 
 
-def park_sizes(capturer: Capturer, trainer: TrainerState, moving: Moving, gradients: Gradients | None) -> list[int]:
+def park_sizes(
+    capturer: Capturer, trainer: TrainerState, moving: ChangingBuffers, gradients: Gradients | None
+) -> list[int]:
     """Bytes of the segments for parked state: one for the state, and one for gradients if there are any.
 
     Args:
@@ -258,6 +260,6 @@ def park_sizes(capturer: Capturer, trainer: TrainerState, moving: Moving, gradie
     return [max(1, layout.nbytes) for layout in layouts]
 
 
-def _gradients_layout(gradients: Gradients, moving: Moving, random: Mapping[str, memoryview]) -> Layout:
+def _gradients_layout(gradients: Gradients, moving: ChangingBuffers, random: Mapping[str, memoryview]) -> Layout:
     states = [Field(f"{RANDOM}{name}", "uint8", (random[name].nbytes,)) for name in sorted(random)]
     return Layout.of([*gradients.fields(), *moving.fields(), *states])

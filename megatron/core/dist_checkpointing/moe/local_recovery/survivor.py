@@ -87,7 +87,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveTensors:
     """The live state of a rank: what copies it, its tensors, and the master weights that its optimizers step.
 
     locks: of the memory that it is copied to; None where no GPU copies it.
@@ -109,7 +109,7 @@ class SurvivorBuffers:
     logged: int
 
     @classmethod
-    def gathered(cls, live: Live, plan: LogPlan, passes: Passes, transport: Transport) -> SurvivorBuffers:
+    def gathered(cls, live: LiveTensors, plan: LogPlan, passes: Passes, transport: Transport) -> SurvivorBuffers:
         """Those of the rank that needs most; a collective.
 
         Args:
@@ -146,8 +146,8 @@ class _Progress:
 class Survivor:
     """Follows training, to be ready for the loss of a peer.
 
-    Sequence: `attend` when an attempt begins, or replays; then in each iteration `passes`, `reduced`, a block of
-    `stepping`, `whole`, `committed` and `reported`; `park` when a peer is lost.
+    Sequence: `set_lineage` when an attempt begins, or replays; then in each iteration `passes`, `reduced`, a block of
+    `stepping`, `on_state_consistent`, `on_commit` and `reported`; `park` when a peer is lost.
 
     Args:
         store: Keeps boundary logs and parked state, and nothing else, in segments of these `buffers`.
@@ -165,7 +165,7 @@ class Survivor:
         self,
         store: MemoryStore,
         buffers: SurvivorBuffers,
-        live: Live,
+        live: LiveTensors,
         plan: LogPlan,
         passes: Passes,
         clock: Clock,
@@ -190,7 +190,7 @@ class Survivor:
         self._rolled: tuple[int, StepJournal] | None = None
         self.kept: KeptState | None = None
 
-    def attend(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
+    def set_lineage(self, identity: Identity, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
         """From here on what is kept belongs to this attempt.
 
         Args:
@@ -242,7 +242,7 @@ class Survivor:
         self._progress.loss, self._progress.num_tokens = loss, num_tokens
         return self._guard.stepping(iteration)
 
-    def whole(self, iteration: int, journal: StepJournal) -> None:
+    def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
         """The state after an iteration is complete.
 
         Args:
@@ -254,7 +254,7 @@ class Survivor:
         self._parker.note(iteration)
         self._guard.stands(iteration)
 
-    def committed(self, iteration: int, journal: StepJournal, oldest_base: int | None) -> None:
+    def on_commit(self, iteration: int, journal: StepJournal, oldest_base: int | None) -> None:
         """All that follows the step of an iteration is done.
 
         Args:
@@ -263,7 +263,7 @@ class Survivor:
             oldest_base: The iteration from whose state the earliest replay may start; None while there is none.
         """
         assert self._parker is not None and self._logs is not None
-        self._logs.committed(iteration, journal, self.live.trainer.scalars(), oldest_base)
+        self._logs.on_commit(iteration, journal, self.live.trainer.scalars(), oldest_base)
         self._parker.note(iteration)
         # The state that training went on from spares the next replay what came before it, until a window is kept that
         # began later.
@@ -284,7 +284,7 @@ class Survivor:
         assert self._logs is not None
         self._progress.iteration, self._progress.journal = iteration, journal
         if logged:
-            self._logs.committed(iteration, journal, self.live.trainer.scalars(), None)
+            self._logs.on_commit(iteration, journal, self.live.trainer.scalars(), None)
 
     def reported(self, iteration: int) -> None:
         """The numbers of an iteration were written down."""
@@ -294,7 +294,7 @@ class Survivor:
         """What the store takes with logs of so many iterations; never less than it has."""
         return taken_bytes(self._buffers.sizes(replace(self._plan, lookback=max(logged, self._plan.lookback))))
 
-    def fit(self, lookback: int, release: Callable[[], None] = lambda: None) -> None:
+    def resize_logs(self, lookback: int, release: Callable[[], None] = lambda: None) -> None:
         """Keep the logs of more iterations from here on; between two iterations, while no snapshot is under way.
 
         Args:

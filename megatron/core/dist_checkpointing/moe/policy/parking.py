@@ -33,7 +33,7 @@ class Cause(enum.Enum):
     OWN_ERROR = "Something went wrong in this process itself."
 
 
-class Keep(enum.Enum):
+class ParkContents(enum.Enum):
     """What is put aside."""
 
     NOTHING = "Nothing."
@@ -46,22 +46,26 @@ class Keep(enum.Enum):
 class Rule:
     """One cell of the table, and the reason for it."""
 
-    keep: Keep
+    keep: ParkContents
     why: str
 
 
-_WHOLE = Rule(Keep.BEFORE, "The state of the last iteration is whole.")
-_UNTOUCHED = Rule(Keep.BEFORE, "The passes leave master weights and moments alone, and what they change was noted.")
+_WHOLE = Rule(ParkContents.BEFORE, "The state of the last iteration is whole.")
+_UNTOUCHED = Rule(
+    ParkContents.BEFORE, "The passes leave master weights and moments alone, and what they change was noted."
+)
 _REDUCED = Rule(
-    Keep.BEFORE_WITH_GRADIENTS,
+    ParkContents.BEFORE_WITH_GRADIENTS,
     "No master weight was touched yet; with the norm that another rank knows the gradients lead to the next iteration.",
 )
-_MIXED = Rule(Keep.NOTHING, "Some master weights are already of the next iteration and some are not.")
-_DONE = Rule(Keep.AFTER, "The update is local and complete; compute weights are derived from master weights again.")
-_REPLAY = Rule(Keep.NOTHING, "A half-done replay is worth nothing; what it began from is still sealed.")
-_ROLLING = Rule(Keep.NOTHING, "The parked state and the gradients that it came from are still sealed.")
+_MIXED = Rule(ParkContents.NOTHING, "Some master weights are already of the next iteration and some are not.")
+_DONE = Rule(
+    ParkContents.AFTER, "The update is local and complete; compute weights are derived from master weights again."
+)
+_REPLAY = Rule(ParkContents.NOTHING, "A half-done replay is worth nothing; what it began from is still sealed.")
+_ROLLING = Rule(ParkContents.NOTHING, "The parked state and the gradients that it came from are still sealed.")
 _FAULTY = Rule(
-    Keep.NOTHING,
+    ParkContents.NOTHING,
     "What failed in this process may be what it holds: its peers restore it as they would if it had been killed.",
 )
 
@@ -131,10 +135,10 @@ def decide(phase: StepPhase, cause: Cause, iteration: int) -> Decision:
         iteration: The newest iteration whose state was whole.
     """
     rule = PARKING[phase, cause]
-    if rule.keep is Keep.NOTHING:
+    if rule.keep is ParkContents.NOTHING:
         return Decision(None, False, rule.why)
-    after = iteration + (rule.keep is Keep.AFTER)
+    after = iteration + (rule.keep is ParkContents.AFTER)
     if after == 0:
         return Decision(None, False, "Nothing was trained yet: a start makes the same state again.")
     # Gradients of the first iteration lead on from what every start makes again, but nobody restores that.
-    return Decision(after, rule.keep is Keep.BEFORE_WITH_GRADIENTS, rule.why)
+    return Decision(after, rule.keep is ParkContents.BEFORE_WITH_GRADIENTS, rule.why)

@@ -12,7 +12,7 @@ from ..types import ModelShape, OperatorId, Part, Precision, Topology, full_plan
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ParameterRange:
     """Parameters `first` to `end` (exclusive) of an operator, split evenly and in order over `ranks`.
 
     `part` names the components that are saved, `parameter_bytes` what they take per parameter. Where the parameters do
@@ -37,7 +37,7 @@ class ShardAssignment:
     """Who saves what: `stretches` cover each byte of the checkpoint exactly once; `bytes_by_rank` adds them up."""
 
     strategy: str
-    stretches: tuple[Stretch, ...] = field(repr=False)
+    stretches: tuple[ParameterRange, ...] = field(repr=False)
     bytes_by_rank: tuple[int, ...] = field(repr=False)
 
     @property
@@ -55,7 +55,7 @@ class ShardAssignment:
         """Bytes of the bottleneck rank over the mean of all ranks; 1.0 is even, and so is an empty checkpoint."""
         return self.bottleneck_bytes * len(self.bytes_by_rank) / self.total_bytes if self.total_bytes else 1.0
 
-    def shards(self, rank: int) -> tuple[Stretch, ...]:
+    def shards(self, rank: int) -> tuple[ParameterRange, ...]:
         """What `rank` saves: its share of each stretch. Raises IndexError for a rank that does not exist."""
         if not 0 <= rank < len(self.bytes_by_rank):
             raise IndexError(f"rank {rank} is not in a world of {len(self.bytes_by_rank)}")
@@ -68,7 +68,7 @@ class ShardAssignment:
         )
 
     @cached_property
-    def _by_ranks(self) -> dict[range, list[Stretch]]:
+    def _by_ranks(self) -> dict[range, list[ParameterRange]]:
         return _grouped(self.stretches)
 
     @cached_property
@@ -80,11 +80,11 @@ class ShardAssignment:
         return found
 
 
-Strategy = Callable[[Sequence[Stretch], Sequence[int]], list[Stretch]]
+Strategy = Callable[[Sequence[ParameterRange], Sequence[int]], list[ParameterRange]]
 """From stretches, each over all ranks that hold it, and the bytes that each rank saves anyway, to who saves them."""
 
 
-def first_replica(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]:
+def first_replica(held: Sequence[ParameterRange], loads: Sequence[int]) -> list[ParameterRange]:
     """The baseline of MoC Fig. 7(a): rank 0 of the data-parallel group, and for experts EP group 0.
 
     Args:
@@ -94,7 +94,7 @@ def first_replica(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch
     return [replace(stretch, ranks=stretch.ranks[:1]) for stretch in held]
 
 
-def all_replicas(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]:
+def all_replicas(held: Sequence[ParameterRange], loads: Sequence[int]) -> list[ParameterRange]:
     """MoC 4.1: each expert in equal parts over the EP groups, which are its expert-data-parallel replicas.
 
     The text of 4.1 and the second condition of eq. 9 take whole experts as the smallest unit, so that half of "Expert0"
@@ -108,7 +108,7 @@ def all_replicas(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]
     return list(held)
 
 
-def fixed_layers(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]:
+def fixed_layers(held: Sequence[ParameterRange], loads: Sequence[int]) -> list[ParameterRange]:
     """MoC 4.2: whole layers over all data-parallel ranks, whatever else they save: the same for each checkpoint.
 
     The paper leaves open which rank takes which layer: larger ones first, to the rank with the fewest non-expert bytes.
@@ -120,7 +120,7 @@ def fixed_layers(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]
     return [stretch for units in _grouped(held).values() for stretch in _greedy(units, [0] * len(units[0].ranks))]
 
 
-def adaptive_layers(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stretch]:
+def adaptive_layers(held: Sequence[ParameterRange], loads: Sequence[int]) -> list[ParameterRange]:
     """MoC 4.3 (ADPS of PEC 3.2): whole layers, larger ones first, to the rank with the fewest bytes; ties by rank.
 
     A greedy choice can end above the fixed one; where it does, the fixed one is taken, as the paper does not.
@@ -129,7 +129,7 @@ def adaptive_layers(held: Sequence[Stretch], loads: Sequence[int]) -> list[Stret
         held: Stretches, each over all ranks that hold it.
         loads: Bytes that each rank saves anyway, by rank.
     """
-    chosen: list[Stretch] = []
+    chosen: list[ParameterRange] = []
     for ranks, units in _grouped(held).items():
         begun = [loads[rank] for rank in ranks]
         options = (_greedy(units, begun), _greedy(units, [0] * len(ranks)))
@@ -213,10 +213,10 @@ def _share(first: int, end: int, ways: int, index: int) -> tuple[int, int]:
 
 def _held(
     shape: ModelShape, topology: Topology, precision: Precision, parts: Mapping[OperatorId, Part], sharded: Part
-) -> tuple[list[Stretch], list[Stretch]]:
+) -> tuple[list[ParameterRange], list[ParameterRange]]:
     """What is saved, each piece over all ranks that hold it: components in `sharded`, and the others."""
-    owned: list[Stretch] = []
-    held: list[Stretch] = []
+    owned: list[ParameterRange] = []
+    held: list[ParameterRange] = []
     for stage, operators in enumerate(shape.operators_of_stages(topology)):
         ranks = topology.stage_ranks(stage)
         for operator in operators:
@@ -230,11 +230,13 @@ def _held(
                 for piece in range(ways if saved else 0):
                     first, end = _share(0, shape.parameters[operator], ways, piece)
                     if first < end:
-                        found.append(Stretch(operator, saved, first, end, per_parameter, ranks[offset + piece :: step]))
+                        found.append(
+                            ParameterRange(operator, saved, first, end, per_parameter, ranks[offset + piece :: step])
+                        )
     return owned, held
 
 
-def _units(stretch: Stretch, max_unit_bytes: int | None) -> Iterable[Stretch]:
+def _units(stretch: ParameterRange, max_unit_bytes: int | None) -> Iterable[ParameterRange]:
     if max_unit_bytes is None or stretch.total_bytes <= max_unit_bytes:
         return (stretch,)
     ways = -(-(stretch.end - stretch.first) // (max_unit_bytes // stretch.parameter_bytes))
@@ -242,14 +244,14 @@ def _units(stretch: Stretch, max_unit_bytes: int | None) -> Iterable[Stretch]:
     return (replace(stretch, first=first, end=end) for first, end in bounds)
 
 
-def _grouped(stretches: Iterable[Stretch]) -> dict[range, list[Stretch]]:
-    found: dict[range, list[Stretch]] = {}
+def _grouped(stretches: Iterable[ParameterRange]) -> dict[range, list[ParameterRange]]:
+    found: dict[range, list[ParameterRange]] = {}
     for stretch in stretches:
         found.setdefault(stretch.ranks, []).append(stretch)
     return found
 
 
-def _added(loads: Sequence[int], stretches: Iterable[Stretch]) -> list[int]:
+def _added(loads: Sequence[int], stretches: Iterable[ParameterRange]) -> list[int]:
     """Bytes per rank with the stretches on top; linear in stretches and ranks, not in their product."""
     total = list(loads)
     for ranks, group in _grouped(stretches).items():
@@ -264,12 +266,12 @@ def _added(loads: Sequence[int], stretches: Iterable[Stretch]) -> list[int]:
     return total
 
 
-def _greedy(units: Sequence[Stretch], begun: Sequence[int]) -> list[Stretch]:
+def _greedy(units: Sequence[ParameterRange], begun: Sequence[int]) -> list[ParameterRange]:
     """Whole units, larger ones first, each to the rank with the fewest bytes, of which `begun` are there already."""
     ranks = units[0].ranks
     heap = [(load, rank) for load, rank in zip(begun, ranks, strict=True)]
     heapq.heapify(heap)
-    placed: list[Stretch] = []
+    placed: list[ParameterRange] = []
     for unit in sorted(units, key=_larger_first):
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + unit.total_bytes, rank))
@@ -277,11 +279,11 @@ def _greedy(units: Sequence[Stretch], begun: Sequence[int]) -> list[Stretch]:
     return placed
 
 
-def _larger_first(unit: Stretch) -> tuple[int, int, int, int, int]:
+def _larger_first(unit: ParameterRange) -> tuple[int, int, int, int, int]:
     operator = unit.operator
     return -unit.total_bytes, operator.layer, operator.kind.value, operator.expert, unit.first
 
 
-def _highest(placed: Iterable[Stretch], ranks: range, loads: Sequence[int]) -> int:
+def _highest(placed: Iterable[ParameterRange], ranks: range, loads: Sequence[int]) -> int:
     total = _added(loads, placed)
     return max(total[rank] for rank in ranks)

@@ -200,7 +200,7 @@ CopyLocation = tuple[int, SnapshotId, Tier]
 """Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
 
 
-class Found(InventoryRow, frozen=True, kw_only=True):
+class SnapshotEntry(InventoryRow, frozen=True, kw_only=True):
     """One stored snapshot as `finder` sees it.
 
     Attributes:
@@ -240,7 +240,7 @@ class Catalogue:
     attempt: the largest number of an attempt of which anybody found anything, of use or not.
     """
 
-    found: tuple[Found, ...] = field(repr=False)
+    found: tuple[SnapshotEntry, ...] = field(repr=False)
     required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
     nodes: tuple[int, ...]
     diverged: tuple[Divergence, ...] = field(default=(), repr=False)
@@ -269,7 +269,7 @@ class Catalogue:
         """
         own = {found.timeline for found in self.found if not found.why and found.job == job}
 
-        def judged(found: Found) -> Found:
+        def judged(found: SnapshotEntry) -> SnapshotEntry:
             if found.why or found.job == job or takes_over(found.job):
                 return found
             if any(is_past(found.timeline, found.snapshot.iteration, timeline) for timeline in own):
@@ -280,7 +280,7 @@ class Catalogue:
         return replace(self, found=tuple(map(judged, self.found)))
 
     @property
-    def newest_stranger(self) -> Found | None:
+    def newest_stranger(self) -> SnapshotEntry | None:
         """The newest state that another job stored, and that is not used for that reason alone."""
         strange = (found for found in self.found if found.is_strange and found.is_state)
         return max(strange, key=lambda found: found.snapshot.iteration, default=None)
@@ -324,14 +324,14 @@ class Catalogue:
             frozenset(rolling),
         )
 
-    def sources_for(self, copy: Copy, operators: Collection[OperatorId]) -> list[Found]:
+    def sources_for(self, copy: Copy, operators: Collection[OperatorId]) -> list[SnapshotEntry]:
         """The intact finds behind a planned copy, one for each kind.
 
         Args:
             copy: As it was planned.
             operators: Of which a find has to have any.
         """
-        chosen: dict[str, Found] = {}
+        chosen: dict[str, SnapshotEntry] = {}
         for found in self._intact(copy.plan.iteration):
             same = (found.snapshot.rank, self._tier(found), self._holder(found)) == (copy.rank, copy.tier, copy.holder)
             if same and any(operator in found.plan.parts for operator in operators):
@@ -341,7 +341,7 @@ class Catalogue:
                     chosen[found.snapshot.kind] = found
         return [chosen[kind] for kind in sorted(chosen)]
 
-    def trainer_sources(self, rank: int, iteration: int) -> list[Found]:
+    def trainer_sources(self, rank: int, iteration: int) -> list[SnapshotEntry]:
         """Snapshots that have what a replay of an iteration needs of a rank besides operators, the nearest first.
 
         Args:
@@ -352,7 +352,7 @@ class Catalogue:
         usable = (found for found in own if found.has_journal and found.is_state)
         return sorted(usable, key=lambda found: (self._tier(found), found.finder != rank, found.place))
 
-    def journal_sources(self, iteration: int, first: Collection[int] = ()) -> list[Found]:
+    def journal_sources(self, iteration: int, first: Collection[int] = ()) -> list[SnapshotEntry]:
         """Snapshots that say how an iteration came out.
 
         Args:
@@ -362,12 +362,12 @@ class Catalogue:
         usable = (found for found in self._intact(iteration) if found.has_journal)
         return sorted(usable, key=lambda found: (found.snapshot.rank not in first, found.snapshot.rank, found.place))
 
-    def strategy_sources(self, iteration: int) -> list[Found]:
+    def strategy_sources(self, iteration: int) -> list[SnapshotEntry]:
         """Snapshots that have the state of the strategy after an iteration, that of the lowest rank first."""
         usable = (found for found in self._intact(iteration) if found.has_strategy)
         return sorted(usable, key=lambda found: (found.snapshot.rank, found.place))
 
-    def of_kind(self, kind: str, owner: int, iteration: int, reader: int) -> list[Found]:
+    def of_kind(self, kind: str, owner: int, iteration: int, reader: int) -> list[SnapshotEntry]:
         """The intact finds of one snapshot.
 
         Args:
@@ -385,13 +385,13 @@ class Catalogue:
         logs = (found for found in self.found if found.snapshot.kind == LOG and not found.why)
         return frozenset(log.snapshot.iteration for log in logs if log.snapshot.rank == log.finder == rank)
 
-    def _intact(self, iteration: int) -> Iterator[Found]:
+    def _intact(self, iteration: int) -> Iterator[SnapshotEntry]:
         return (found for found in self.found if found.snapshot.iteration == iteration and not found.why)
 
-    def _where(self, condition: Callable[[Found], bool]) -> Catalogue:
+    def _where(self, condition: Callable[[SnapshotEntry], bool]) -> Catalogue:
         return replace(self, found=tuple(filter(condition, self.found)))
 
-    def _journal(self, usable: Iterable[Found]) -> frozenset[int]:
+    def _journal(self, usable: Iterable[SnapshotEntry]) -> frozenset[int]:
         """Iterations of which every rank has a snapshot with a journal, or of which anybody kept one for all.
 
         A log has how the step came out, and trainer state that is the same on all ranks; random states come out of
@@ -404,7 +404,7 @@ class Catalogue:
                 ranks.setdefault(found.snapshot.iteration, set()).update(known)
         return frozenset(iteration for iteration, known in ranks.items() if known >= self.required.keys())
 
-    def _logs(self, usable: Iterable[Found]) -> dict[int, tuple[BoundaryLog, ...]]:
+    def _logs(self, usable: Iterable[SnapshotEntry]) -> dict[int, tuple[BoundaryLog, ...]]:
         """By sender what was logged without a gap, each run once for each direction."""
         at: dict[tuple[int, int], set[int]] = {}
         for found in usable:
@@ -416,7 +416,7 @@ class Catalogue:
                 logs.setdefault(sender, []).extend(BoundaryLog(sender, way, run, holder) for way in Direction)
         return {sender: tuple(runs) for sender, runs in logs.items()}
 
-    def _tier(self, found: Found) -> Tier:
+    def _tier(self, found: SnapshotEntry) -> Tier:
         if found.tier is Tier.PERSISTENT:
             return found.tier
         if found.snapshot.kind == PARKED:
@@ -424,7 +424,7 @@ class Catalogue:
         same_node = self.nodes[found.finder] == self.nodes[found.snapshot.rank]
         return Tier.OWN_MEMORY if same_node else Tier.PEER_MEMORY
 
-    def _holder(self, found: Found) -> int | None:
+    def _holder(self, found: SnapshotEntry) -> int | None:
         return None if found.tier is Tier.PERSISTENT else self.nodes[found.finder]
 
 
@@ -459,7 +459,7 @@ def catalogue(gathered: Sequence[Json]) -> Catalogue:
                 plans[key] = SnapshotPlan(row.snapshot.iteration, parts)
             why = row.why or _diverged(row, diverged)
             values = msgspec.structs.asdict(row) | {"why": why, "is_intact": not row.why}
-            found.append(Found(**values, finder=rank, plan=plans[key]))
+            found.append(SnapshotEntry(**values, finder=rank, plan=plans[key]))
     where = tuple(nodes.index(inventory.node) for inventory in ranks)
     # Of what a replay was made from nothing may be left, or training has come past it: then it need not be told again.
     states = [one for one in found if one.is_intact and one.is_state]
@@ -480,7 +480,7 @@ def _operator(fields: tuple[int, int, int]) -> OperatorId:
     return OperatorId(layer, OperatorKind(kind), expert)
 
 
-def _rolling(usable: Iterable[Found]) -> dict[int, int]:
+def _rolling(usable: Iterable[SnapshotEntry]) -> dict[int, int]:
     """By rank the newest iteration at which it parked, where it has the reduced gradients of the next one."""
     parked: dict[int, int] = {}
     reduced: dict[int, set[int]] = {}

@@ -1,6 +1,6 @@
 """The state that a process kept through the loss of others: parked, and still in its tensors as it was parked.
 
-Whoever recovers from that very snapshot has nothing to copy back. It is noted where a process stays in its seat, and
+Whoever recovers from that very snapshot has nothing to copy back. It is noted where a process stays in its slot, and
 taken by the next session in it, which is the first that may change the state.
 """
 

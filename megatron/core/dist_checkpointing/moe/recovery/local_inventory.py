@@ -20,7 +20,7 @@ from ..storage.base import HostBuffer
 from ..strategies import Piece
 from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier
 from .exactness import Divergence
-from .inventory import Catalogue, Found, InventoryRow, catalogue, is_past, listing, rank_inventory
+from .inventory import Catalogue, InventoryRow, SnapshotEntry, catalogue, is_past, listing, rank_inventory
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class LocalInventory:
         gathered = self._transport.gather(own)
         if None in gathered:
             return ()
-        shares: dict[tuple[int, str, str], list[Found]] = {}
+        shares: dict[tuple[int, str, str], list[SnapshotEntry]] = {}
         listed = catalogue(gathered).within(timeline)
         for found in listed.found:
             if found.snapshot.iteration <= newest:

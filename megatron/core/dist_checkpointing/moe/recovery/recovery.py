@@ -6,7 +6,7 @@ All ranks run the same steps, each a collective, so that all decide the same fro
    rows, and each makes the same plan of them (`strategy.recover`, pure). Attempts of the job left copies of different
    pasts ("timelines"); the newest past that suffices is taken, and copies of two are never mixed.
 2. `carry_out`: some rank reads what only it knows and all gather it (`gather_metadata`); snapshots that others need
-   travel to them, verified by checksum (`restoring.Carrier`); the live state is filled with NaN, then restored.
+   travel to them, verified by checksum (`restoring.SnapshotFetcher`); the live state is filled with NaN, then restored.
 3. A copy may prove damaged on any rank. All gather what they refused, and plan again without it, up to the end of what
    was found. If nothing new was refused the same plan would come again: then a local recovery is given up for a global
    one, whose plan needs other copies; if it is global already, that is an error.
@@ -41,7 +41,7 @@ from ..types import CONSTANT, GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal
 from .exactness import ComparedIterations, Divergence, exactness, from_values, to_values
 from .inventory import Catalogue, CopyLocation
 from .local_inventory import LocalInventory, by_window
-from .restoring import Attempt, RecoveryPorts, absent
+from .restoring import RecoveryPorts, RestoreTask, absent
 from .sources import (
     GatheredMetadata,
     RefusedCopies,
@@ -122,7 +122,7 @@ class Recovery:
         self._is_local = job.config.recovery != "global" and ports.standby is not None
         self._wider = ""
         self._damaged: dict[CopyLocation, str] = {}
-        self._attempt: Attempt | None = None  # what a replay still reads
+        self._attempt: RestoreTask | None = None  # what a replay still reads
         self._late: list[HostBuffer] = []  # fetched state that has no room in memory before `finish`
         self._metadata = GatheredMetadata()
         self._begun_s = 0.0
@@ -354,13 +354,13 @@ class Recovery:
         sources = needs(plan, usable.inventory(self._damaged), intact)
         states = with_trainer_states(sources, plan, intact, topology)
         needed = (*states, *logs_and_gradients(plan, intact, topology))
-        attempt = self._attempt = Attempt(self._ports, plan, needed, topology)
+        attempt = self._attempt = RestoreTask(self._ports, plan, needed, topology)
         attempt.restore()
         self._late = attempt.late
         self._plan = self._resumed(plan, attempt, metadata)
         return self._left_to_do(plan, attempt, metadata)
 
-    def _resumed(self, plan: RecoveryPlan, attempt: Attempt, metadata: GatheredMetadata) -> RecoveryPlan:
+    def _resumed(self, plan: RecoveryPlan, attempt: RestoreTask, metadata: GatheredMetadata) -> RecoveryPlan:
         """Take up what the strategy knew at the target, once all else is restored. Raises RefusedCopies."""
         lacking = attempt.missing()
         if metadata.strategy is None:
@@ -374,7 +374,9 @@ class Recovery:
             why = f"the strategy cannot go on from it: {format_error(error)}"
             raise RefusedCopies({metadata.strategy_from: why}) from error
 
-    def _left_to_do(self, plan: RecoveryPlan, attempt: Attempt, metadata: GatheredMetadata) -> Replay | Waiting | None:
+    def _left_to_do(
+        self, plan: RecoveryPlan, attempt: RestoreTask, metadata: GatheredMetadata
+    ) -> Replay | Waiting | None:
         """What brings this rank to the target, or that it waits for others; None where all stand there.
 
         Raises RefusedCopies.

@@ -51,9 +51,9 @@ from ..types import (
     Topology,
 )
 from .exactness import DivergenceNotes
-from .inventory import CopyLocation, Found
+from .inventory import CopyLocation, SnapshotEntry
 from .kept_state import KeptState
-from .sources import GatheredMetadata, Need, RefusedCopies, StepOutcome
+from .sources import GatheredMetadata, RefusedCopies, SnapshotRequest, StepOutcome
 from .timeline import Milestone, Timestamps
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class RecoveryPorts:
     is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
     older: Callable[[], Collection[Lineage]] = tuple
 
-    def open(self, found: Found) -> MappedReader | Reader:
+    def open(self, found: SnapshotEntry) -> MappedReader | Reader:
         """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""
         if found.tier is Tier.PERSISTENT:
             assert self.persistent is not None
@@ -119,12 +119,12 @@ class RecoveryPorts:
 
 
 @dataclass(frozen=True)
-class Carrier:
+class SnapshotFetcher:
     """How snapshots travel from the memory of one rank to that of another."""
 
     ports: RecoveryPorts
 
-    def carry(self, needed: Sequence[Need]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
+    def carry(self, needed: Sequence[SnapshotRequest]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
         """Send and receive all that travels, in the order of `needed`, which is the same on all ranks.
 
         Returns readers of what arrived here, verified, and the reasons for what did not. Raises PeerLost.
@@ -142,7 +142,7 @@ class Carrier:
                     refused[need.found.place] = str(error)
         return arrived, refused
 
-    def _send(self, need: Need) -> None:
+    def _send(self, need: SnapshotRequest) -> None:
         try:
             reader = self.ports.open_in_memory(need.found.snapshot)
         except (UnreadableCheckpoint, StoreFailure):
@@ -154,7 +154,7 @@ class Carrier:
             for transfer in [self.ports.transport.send(need.rank, message) for message in messages]:
                 transfer.wait()
 
-    def _receive(self, need: Need) -> Reader:
+    def _receive(self, need: SnapshotRequest) -> Reader:
         transport, source = self.ports.transport, need.found.finder
         sizes = bytearray(_SIZES.size)
         transport.receive(source, memoryview(sizes)).wait()
@@ -233,19 +233,21 @@ class _MeasuredReads:
         return f"rank 0 read and verified {self.nbytes / 1e9:.3f} GB of state at {rate}"
 
 
-class Attempt:
+class RestoreTask:
     """The snapshots that this rank needs for one plan; they stay open, so that their bytes stay, until `close`.
 
     Sequence: `restore`, then `replay` where iterations are run again. Both raise RefusedCopies.
     """
 
-    def __init__(self, ports: RecoveryPorts, plan: RecoveryPlan, needed: Sequence[Need], topology: Topology) -> None:
+    def __init__(
+        self, ports: RecoveryPorts, plan: RecoveryPlan, needed: Sequence[SnapshotRequest], topology: Topology
+    ) -> None:
         self._ports, self._plan, self._topology = ports, plan, topology
         self._rank = ports.transport.rank
         self._base = base_for(plan, self._rank, topology)
         self._open = ExitStack()
-        self._held: list[tuple[Need, Reader]] = []
-        self._arrived, self._refused = Carrier(ports).carry(needed)
+        self._held: list[tuple[SnapshotRequest, Reader]] = []
+        self._arrived, self._refused = SnapshotFetcher(ports).carry(needed)
         for reader in self._arrived.values():
             if reader not in self.late:
                 self._open.enter_context(reader)
@@ -282,7 +284,7 @@ class Attempt:
         if self._refused:
             raise RefusedCopies(self._refused)
 
-    def _fill(self, wanted: Sequence[tuple[Need, Reader]]) -> None:
+    def _fill(self, wanted: Sequence[tuple[SnapshotRequest, Reader]]) -> None:
         self._ports.kept.forget()
         # What is not restored, by whatever defect, must never be taken for state: NaN shows in the first loss.
         self._ports.restorer.poison()
@@ -371,7 +373,7 @@ class Attempt:
         self._open.close()
         self._held, self._arrived = [], {}
 
-    def _hold(self, need: Need) -> None:
+    def _hold(self, need: SnapshotRequest) -> None:
         """Open it, and verify what is read only after a replayed iteration: now another copy can still replace it."""
         place = need.found.place
         try:
@@ -383,7 +385,7 @@ class Attempt:
         except MoECheckpointError as error:
             self._refused[place] = str(error)
 
-    def _of(self, iteration: int) -> list[tuple[Need, Reader]]:
+    def _of(self, iteration: int) -> list[tuple[SnapshotRequest, Reader]]:
         held = (item for item in self._held if item[0].found.snapshot.iteration == iteration)
         return [item for item in held if item[0].found.is_state]
 

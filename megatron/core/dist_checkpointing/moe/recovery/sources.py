@@ -1,7 +1,7 @@
 """What a plan takes of what was found: the snapshots that each rank needs, and what one rank knows for all.
 
-A plan names copies by tier and node; here each becomes a `Need`: which find of which rank, for which rank, and what of
-it, in the same order on all ranks.
+A plan names copies by tier and node; here each becomes a `SnapshotRequest`: which entry of which rank, for which rank,
+and which part of it, in the same order on all ranks.
 
 Most ranks restore snapshots that have neither the state of the strategy at the target nor how iterations came out:
 pieces of a window but the first, parked state of a rank that missed the step, nothing at all where a node was replaced.
@@ -35,11 +35,11 @@ from ..types import (
     Tier,
     Topology,
 )
-from .inventory import Catalogue, CopyLocation, Found
+from .inventory import Catalogue, CopyLocation, SnapshotEntry
 
 
 @dataclass(frozen=True)
-class Need:
+class SnapshotRequest:
     """One stored snapshot of which a rank wants something, and where it was found.
 
     Attributes:
@@ -50,7 +50,7 @@ class Need:
     """
 
     rank: int
-    found: Found
+    found: SnapshotEntry
     parts: tuple[tuple[Part, frozenset[OperatorId]], ...] = ()
     feeds: tuple[Direction, ...] = ()
 
@@ -60,7 +60,7 @@ class Need:
         return self.found.tier is not Tier.PERSISTENT and self.found.finder != self.rank
 
 
-def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tuple[Need, ...]:
+def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tuple[SnapshotRequest, ...]:
     """What each rank needs of state to carry out the plan, in the same order on all ranks.
 
     Args:
@@ -69,7 +69,7 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
         catalogue: The finds behind these copies.
     """
     wanted: dict[tuple[int, CopyLocation], dict[Part, set[OperatorId]]] = {}
-    at: dict[CopyLocation, Found] = {}
+    at: dict[CopyLocation, SnapshotEntry] = {}
     for source in plan.sources:
         for copy in _copies(inventory, source.rank, source.iteration, source.tier, source.holder):
             useful = source.operators & copy.plan.giving(source.part) - copy.corrupt
@@ -80,14 +80,14 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
                     parts = wanted.setdefault((source.rank, found.place), {})
                     parts.setdefault(source.part, set()).update(held)
     return tuple(
-        Need(rank, at[place], tuple((part, frozenset(held)) for part, held in parts.items()))
+        SnapshotRequest(rank, at[place], tuple((part, frozenset(held)) for part, held in parts.items()))
         for (rank, place), parts in sorted(wanted.items(), key=itemgetter(0))
     )
 
 
 def with_trainer_states(
-    needed: Sequence[Need], plan: RecoveryPlan, catalogue: Catalogue, topology: Topology
-) -> tuple[Need, ...]:
+    needed: Sequence[SnapshotRequest], plan: RecoveryPlan, catalogue: Catalogue, topology: Topology
+) -> tuple[SnapshotRequest, ...]:
     """What is needed, and for each replayed iteration a snapshot with a journal of each rank that replays it.
 
     A rank whose operators were all anchored before has no records in later snapshots of a window, but random states.
@@ -101,7 +101,7 @@ def with_trainer_states(
     """
     known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.has_journal}
     more = [
-        Need(rank, found[0])
+        SnapshotRequest(rank, found[0])
         for segment in plan.segments
         for iteration in segment.replayed
         for rank in ranks_of(segment, topology)
@@ -112,7 +112,7 @@ def with_trainer_states(
     return (*needed, *(need for need in more if not (need.travels and need.found.snapshot.iteration in logged)))
 
 
-def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[Need, ...]:
+def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[SnapshotRequest, ...]:
     """The logs that feed each segment, and gradients that were kept: what each rank needs besides state.
 
     Args:
@@ -121,7 +121,7 @@ def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topol
         topology: Of the job.
     """
     wanted: dict[tuple[int, CopyLocation], list[Direction]] = {}
-    at: dict[CopyLocation, Found] = {}
+    at: dict[CopyLocation, SnapshotEntry] = {}
     for segment in plan.segments:
         for iteration in segment.replayed:
             for rank, sender, way in feeds(segment, topology):
@@ -129,9 +129,12 @@ def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topol
                 at[found.place] = found
                 wanted.setdefault((rank, found.place), []).append(way)
     logs = [
-        Need(rank, at[place], feeds=tuple(ways)) for (rank, place), ways in sorted(wanted.items(), key=itemgetter(0))
+        SnapshotRequest(rank, at[place], feeds=tuple(ways))
+        for (rank, place), ways in sorted(wanted.items(), key=itemgetter(0))
     ]
-    kept = [Need(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in plan.roll_forward]
+    kept = [
+        SnapshotRequest(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in plan.roll_forward
+    ]
     return (*logs, *kept)
 
 
@@ -220,7 +223,11 @@ class GatheredMetadata:
 
 
 def gather_metadata(
-    plan: RecoveryPlan, catalogue: Catalogue, topology: Topology, transport: Transport, open_: Callable[[Found], Reader]
+    plan: RecoveryPlan,
+    catalogue: Catalogue,
+    topology: Topology,
+    transport: Transport,
+    open_: Callable[[SnapshotEntry], Reader],
 ) -> GatheredMetadata:
     """Read it where it is and gather it; a collective over all ranks.
 
@@ -264,7 +271,7 @@ def gather_metadata(
     )
 
 
-def _read(scalars: Mapping[str, Any], found: Found, known: _Known, is_strategy: bool, is_journal: bool) -> None:
+def _read(scalars: Mapping[str, Any], found: SnapshotEntry, known: _Known, is_strategy: bool, is_journal: bool) -> None:
     """Raises KeyError, TypeError where the scalars lack something."""
     if is_strategy:
         known.strategy = scalars["strategy"]

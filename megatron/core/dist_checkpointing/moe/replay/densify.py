@@ -44,7 +44,7 @@ from ..ports import (
 )
 from ..replication.agreement import Group, raise_on_all_ranks
 from ..types import Direction, OperatorId, Part, StepJournal
-from .execution import Among
+from .execution import SubsetGather
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Replay:
         # With single stages the other ranks of the job are doing something else: they must not be waited for.
         self._group: Group = ports.transport
         if members:
-            self._group = Among(ports.transport, members, "say how a replayed iteration came out")
+            self._group = SubsetGather(ports.transport, members, "say how a replayed iteration came out")
 
     @property
     def alone(self) -> bool:

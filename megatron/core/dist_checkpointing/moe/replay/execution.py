@@ -180,7 +180,7 @@ _SIZE = struct.Struct("<q")
 _MOST_BYTES = 1 << 30
 
 
-class Among:
+class SubsetGather:
     """Gathers values of `members` alone, over messages of a transport between all ranks.
 
     Args:

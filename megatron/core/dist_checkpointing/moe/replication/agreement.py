@@ -116,7 +116,7 @@ FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.1
 
 
-class Meeting:
+class ConnectionEpochs:
     """Numbers the connections of a job: all ranks that `meet` leave with the same number, larger than before.
 
     A rank asks for the number after its last one and marks itself there. Whoever waits at a number and sees that the

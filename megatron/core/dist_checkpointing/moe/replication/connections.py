@@ -66,7 +66,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class Ended(ConnectionError):
+class ConnectionsClosed(ConnectionError):
     """The connections have ended; the text says why."""
 
 
@@ -175,7 +175,7 @@ class Connections:
     def check(self) -> None:
         """Raises Ended."""
         if self.why:
-            raise Ended(self.why)
+            raise ConnectionsClosed(self.why)
 
     def end(self, why: str) -> None:
         """End all, for the reason that is given first; from any thread, and does not wait."""

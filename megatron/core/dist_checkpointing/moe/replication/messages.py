@@ -31,7 +31,7 @@ _MOST_RANGES = 1 << 20
 HEADER_BYTES = _HEADER.size + _CHECK.size
 
 
-class Garbled(Exception):
+class MalformedMessage(Exception):
     """A message that no rank of this version sends; the text says in what way."""
 
 
@@ -118,15 +118,17 @@ def decode_header(data: Buffer) -> Header:
     packed = bytes(memoryview(data)[: _HEADER.size])
     magic, version, iteration, pieces, table_bytes, table_xxh3 = _HEADER.unpack(packed)
     if magic != MAGIC:
-        raise Garbled(f"a header begins with {magic!r} instead of {MAGIC!r}")
+        raise MalformedMessage(f"a header begins with {magic!r} instead of {MAGIC!r}")
     # Before the checksum, which another version may have in another place, or not at all.
     if version != VERSION:
-        raise Garbled(f"a header has version {version}, but this rank speaks {VERSION}: run one version on all ranks")
+        raise MalformedMessage(
+            f"a header has version {version}, but this rank speaks {VERSION}: run one version on all ranks"
+        )
     # Before any size is used: as many bytes as a damaged header announces would be waited for.
     if _CHECK.unpack_from(data, _HEADER.size) != (xxh3_64_intdigest(packed),):
-        raise Garbled("a header does not match its checksum")
+        raise MalformedMessage("a header does not match its checksum")
     if pieces < _NOTHING or max(pieces, 0) * _ROW.size > table_bytes or table_bytes > _MOST_TABLE_BYTES:
-        raise Garbled(f"a header announces a table of {pieces} pieces in {table_bytes} bytes")
+        raise MalformedMessage(f"a header announces a table of {pieces} pieces in {table_bytes} bytes")
     return Header(iteration, None if pieces == _NOTHING else pieces, table_bytes, table_xxh3)
 
 
@@ -141,21 +143,21 @@ def decode_table(header: Header, data: bytes) -> tuple[ReplicaPiece, ...]:
         Garbled: They are not what the header announced.
     """
     if len(data) != header.table_bytes or xxh3_64_intdigest(data) != header.table_xxh3:
-        raise Garbled(f"a table of {header.pieces} pieces does not match its checksum")
+        raise MalformedMessage(f"a table of {header.pieces} pieces does not match its checksum")
     count = header.pieces or 0
     at, pieces = count * _ROW.size, []
     if at > len(data):
-        raise Garbled(f"a table of {count} pieces has only {len(data)} bytes")
+        raise MalformedMessage(f"a table of {count} pieces has only {len(data)} bytes")
     rows = tuple(_ROW.iter_unpack(data[:at]))
     # All sizes before the first slice: one that reaches past the end would be shorter, without an error.
     if at + sum(name_bytes + manifest_bytes for name_bytes, manifest_bytes, *_ in rows) != len(data):
-        raise Garbled(f"a table of {count} pieces has another size than its {len(data)} bytes")
+        raise MalformedMessage(f"a table of {count} pieces has another size than its {len(data)} bytes")
     for name_bytes, manifest_bytes, raw_bytes, step_bytes in rows:
         end = at + name_bytes
         try:
             name = data[at:end].decode()
         except UnicodeDecodeError as error:
-            raise Garbled(f"the name of a piece is no text: {error.reason}") from None
+            raise MalformedMessage(f"the name of a piece is no text: {error.reason}") from None
         pieces.append(ReplicaPiece(name, data[end : end + manifest_bytes], raw_bytes, step_bytes))
         at = end + manifest_bytes
     return tuple(pieces)
@@ -171,7 +173,7 @@ def decode_answers(rows: Buffer) -> tuple[list[Reply], list[int]]:
     """The reply to each piece, and how many ranges are wanted of it. Raises Garbled."""
     found = list(_ANSWER.iter_unpack(rows))
     if (most := max((count for _, count in found), default=0)) > _MOST_RANGES:
-        raise Garbled(f"{most} ranges are wanted of one piece, where {_MOST_RANGES} is the most")
+        raise MalformedMessage(f"{most} ranges are wanted of one piece, where {_MOST_RANGES} is the most")
     return decode_replies(bytes(reply for reply, _ in found), BEFORE), [count for _, count in found]
 
 
@@ -193,7 +195,7 @@ def decode_ranges(data: Buffer, counts: Sequence[int], sizes: Sequence[int]) -> 
         edges = [0, *(edge for one in ranges for edge in one), nbytes]
         # One comparison for all: within the piece, ascending, and none over another.
         if edges != sorted(edges):
-            raise Garbled(f"ranges {ranges} are wanted of a piece of {nbytes} bytes")
+            raise MalformedMessage(f"ranges {ranges} are wanted of a piece of {nbytes} bytes")
         found.append(ranges)
         at = end
     return found
@@ -212,5 +214,5 @@ def decode_replies(data: Buffer, allowed: frozenset[Reply]) -> list[Reply]:
     received = bytes(data)
     unknown = [byte for byte in received if byte not in allowed]
     if unknown:
-        raise Garbled(f"an answer has the value {unknown[0]}, which means nothing at this point")
+        raise MalformedMessage(f"an answer has the value {unknown[0]}, which means nothing at this point")
     return list(map(Reply, received))

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from ..errors import UsageError
 from ..ports import SendPace, Transport
 from .receiver import ReplicaReceiver
-from .round import Exchange, Offer, ReplicationRound
+from .round import Exchange, ReplicaOffer, ReplicationRound
 
 
 class Replicator:
@@ -60,7 +60,7 @@ class Replicator:
         """Seconds that sends have taken so far, without the pauses of their pace; None where they have none."""
         return None if self._sends is None else self._sends.moving_s
 
-    def exchange(self, iteration: int, offers: Sequence[Offer] | None, receiver: ReplicaReceiver) -> Exchange:
+    def exchange(self, iteration: int, offers: Sequence[ReplicaOffer] | None, receiver: ReplicaReceiver) -> Exchange:
         """One round: every rank calls it for the same iterations in the same order.
 
         Blocks until all pairs of this rank are through; raw bytes go straight from and to the given memory. A piece

@@ -14,8 +14,8 @@ from .messages import (
     ANSWER_BYTES,
     HEADER_BYTES,
     RANGE_BYTES,
-    Garbled,
     Header,
+    MalformedMessage,
     Ranges,
     ReplicaPiece,
     Reply,
@@ -45,7 +45,7 @@ _MEANING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReplicaOffer:
     """A sealed piece of this rank.
 
     Attributes:
@@ -98,7 +98,7 @@ class ReplicationRound:
         transport: Transport,
         iteration: int,
         receiver: ReplicaReceiver,
-        offers: Sequence[Offer] | None,
+        offers: Sequence[ReplicaOffer] | None,
         peers: Sequence[int],
         owners: Sequence[int],
         sends: SendPace | None = None,
@@ -254,7 +254,7 @@ class ReplicationRound:
         """Turns Garbled into PeerLost: with a rank that speaks otherwise, nothing can be agreed upon any more."""
         try:
             yield
-        except Garbled as error:
+        except MalformedMessage as error:
             raise PeerLost(
                 f"rank {other} and rank {self._transport.rank} do not understand each other about iteration"
                 f" {self._iteration}: {error}"

@@ -3,8 +3,8 @@
 Ranks are connected only where something is sent (`connections`). Numbers and values of all ranks go up a binomial tree
 and down again: rank r hears from r + 1, r + 2, r + 4, ... below its own lowest bit, so each talks to at most log2(N)
 others, and on average to two. After any failure all connections end at once, which other ranks notice as closed
-sockets, and `renew` listens anew under a number on which all ranks have agreed (`Meeting`), so that no message of the
-old connections can be taken for one of the new.
+sockets, and `renew` listens again under a number on which all ranks have agreed (`ConnectionEpochs`), so that no
+message of an old connection is taken for one of a new connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 from ..errors import UsageError
 from ..ports import PeerLost
-from .agreement import FIRST_PAUSE_S, LONGEST_PAUSE_S, Meeting
+from .agreement import FIRST_PAUSE_S, LONGEST_PAUSE_S, ConnectionEpochs
 from .connections import Connections, Message, MessageLane, Mover, receive_over, send_over
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class TcpTransport:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.address = address
         self._store = PrefixStore(name, store)
-        self._meeting = Meeting(self._store, rank, world_size)
+        self._meeting = ConnectionEpochs(self._store, rank, world_size)
         self.connections: Connections | None = None
         self._places, self._lanes = self._store, dict[tuple[int, int, bool], MessageLane]()
         self._why, self.number = "the transport was closed", 0

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class OlderWindow:
+class PreviousWindow:
     """A window of which all ranks of another layout left all snapshots.
 
     Attributes:
@@ -45,7 +45,7 @@ class OlderWindow:
         return f"iterations {self.first} to {self.last} of the layout {self.layout}"
 
 
-def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]) -> OlderWindow | None:
+def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]) -> PreviousWindow | None:
     """The newest complete window of several iterations, of the newest past that has one.
 
     Args:
@@ -68,7 +68,7 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
     first, last, layout = max(newest, key=lambda key: key[1])
     made = whole[first, last, layout]
     shares = (manifest.snapshot for one in made.values() for manifest in one.manifests.values())
-    return OlderWindow(first, last, layout, made[last].any.facts.job, any(share in in_memory for share in shares))
+    return PreviousWindow(first, last, layout, made[last].any.facts.job, any(share in in_memory for share in shares))
 
 
 def _is_whole(iterations: range, at: Mapping[int, Generation]) -> bool:
@@ -135,7 +135,7 @@ class ReshardingStore:
         """Of all that other layouts left, whether it can be had in this one or not."""
         return frozenset(generation.timeline for generation in self._found().values())
 
-    def older_window(self) -> OlderWindow | None:
+    def previous_window(self) -> PreviousWindow | None:
         """The newest sparse window of another layout that could be run again there; None where none could, or where
         training draws random numbers and that is not accepted."""
         found = self._found().values()
@@ -147,7 +147,7 @@ class ReshardingStore:
         except UnreadableCheckpoint:  # told by whoever lists it
             return None
 
-    def copy_older(self, into: Store) -> None:
+    def copy_previous(self, into: Store) -> None:
         """Store all that other layouts left once more, as it is; what is damaged is named in a warning and left out.
 
         Raises StoreFailure.

@@ -18,9 +18,9 @@ from ..errors import Terminated, UsageError
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
 from ..replay.patches import replaced
-from ..seats.heartbeat import own_heartbeat
-from ..seats.seat import own_seat
 from ..snapshot.coordinator import ProtectionReport
+from ..standby.heartbeat import own_heartbeat
+from ..standby.slot import own_slot
 from ..types import StepJournal
 from .faults import FaultInjector, Phase
 from .peer_links import close_connections, is_lost_peer
@@ -101,7 +101,7 @@ class Iterations:
         self._armed, self._stepping = contextlib.ExitStack(), contextlib.ExitStack()
         self._began = self._rejoined = self._recovered = self._is_armed = self._in_step = self._finished = False
         self._num_tokens: int | None = None
-        self._seat = own_seat()
+        self._slot = own_slot()
         self.journal, self.loss, self.stall_s = StepJournal(), None, 0.0
 
     loss: float | None
@@ -168,7 +168,7 @@ class Iterations:
         # the state of this rank is whole.
         self._trainer.iteration, self._in_step = iteration, False
         self._stepping.close()
-        self._session.whole(iteration, self.journal)
+        self._session.on_state_consistent(iteration, self.journal)
         self._faults.reached(iteration, Phase.STEP)
         self._termination.check()
 
@@ -207,7 +207,7 @@ class Iterations:
                 report = session.report()
             self._arm()
         if not was_replaying:
-            self._seat.training()
+            self._slot.training()
         own_heartbeat().moved()
         return report
 

@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 from ..extensions.base import Share
-from ..local_recovery.survivor import Live, Passes
+from ..local_recovery.survivor import LiveTensors, Passes
 from ..megatron_state.completeness import check_complete
 from ..megatron_state.megatron import (
     live_restorer,
@@ -105,7 +105,7 @@ class LiveState:
         self._stored = tensors
         self.capturer = LiveCapturer(tensors, trainer, self._engine, left_out=left_out, varying=self.varying)
         stepped = stepped_parameters(chunks, optimizer, self._topology)
-        self.live = Live(self.capturer, trainer, optimizer, every, stepped, self._locks)
+        self.live = LiveTensors(self.capturer, trainer, optimizer, every, stepped, self._locks)
 
     @property
     def unchanging(self) -> frozenset[OperatorId]:

@@ -35,7 +35,7 @@ RECOVERY_PATIENCE = 12
 _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
 
-class Introduction(NamedTuple):
+class JobMembers(NamedTuple):
     """What all ranks know of each other before they connect: where each is, the id of their job, what starts them
     again, and the names of their nodes."""
 
@@ -45,7 +45,7 @@ class Introduction(NamedTuple):
     nodes: tuple[str, ...]
 
 
-def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> Introduction:
+def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> JobMembers:
     """What all ranks tell each other through the store; a collective.
 
     Args:
@@ -84,7 +84,7 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
         name = endpoints[0].interface or f"that of the host name {endpoints[0].host}"
         log.info("checkpoints talk over interface %s, address %s on rank 0", name, endpoints[0].address)
     job_id = agree_on_job([JobClaim(**one["job"]) for one in found])
-    return Introduction(endpoints, job_id, tuple(one["run"] for one in found), tuple(one["node"] for one in found))
+    return JobMembers(endpoints, job_id, tuple(one["run"] for one in found), tuple(one["node"] for one in found))
 
 
 def _take_secret(config: MoECheckpointConfig) -> str:

@@ -49,8 +49,8 @@ from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
 from .live_state import LiveState, Training
-from .older_layout import OlderLayout
 from .opening import Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
+from .previous_layout import PreviousLayout
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,
@@ -194,7 +194,7 @@ class ProtectedSession(Session):
     def _prepare_restart(self, execution: Execution | None) -> None:
         facts, places = self._identity.topology, (self.place, self.memory.store, self._persistent)
         live = partial(self.state.layout, facts)
-        older = OlderLayout(self.config, *places, facts, live, self.patient, self._address)
+        older = PreviousLayout(self.config, *places, facts, live, self.patient, self._address)
         self.held.callback(older.close)
         ports = RecoveryPorts(
             memory=self.memory.store,
@@ -291,7 +291,7 @@ class ProtectedSession(Session):
         if outcome is not None:
             self.coordinator.resume(outcome.restored)
         if self.survivor is not None:
-            self.survivor.attend(identity, iteration)
+            self.survivor.set_lineage(identity, iteration)
             self.memory.fit_logs()
             self._report_parking_budget(self.survivor)
         self._timestamps.mark(Milestone.REJOINED)
@@ -386,10 +386,10 @@ class ProtectedSession(Session):
         """As `Session.stepping`."""
         return self.survivor.stepping(iteration, loss, num_tokens) if self.survivor is not None else nullcontext()
 
-    def whole(self, iteration: int, journal: StepJournal) -> None:
-        """As `Session.whole`."""
+    def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
+        """As `Session.on_state_consistent`."""
         if self.survivor is not None and not self.is_replaying:
-            self.survivor.whole(iteration, journal)
+            self.survivor.on_state_consistent(iteration, journal)
 
     def _before_snapshot(self) -> None:
         """No copy is under way."""
@@ -404,7 +404,7 @@ class ProtectedSession(Session):
         for extension in self._extensions:
             extension.copying()
         if self.survivor is not None:
-            self.survivor.committed(iteration, journal, self.coordinator.oldest_base)
+            self.survivor.on_commit(iteration, journal, self.coordinator.oldest_base)
 
     def report(self) -> ProtectionReport:
         assert self.coordinator is not None

@@ -16,7 +16,7 @@ from ..local_recovery.survivor import Survivor, SurvivorBuffers
 from ..ports import Clock, NoRoom, Transport
 from ..replay.densify import Logs
 from ..replication.agreement import raise_on_all_ranks
-from ..snapshot.memory_limit import Taker, ask_for_less, memory_report_of, segment_sizes, taken_bytes
+from ..snapshot.memory_limit import BufferAllocator, ask_for_less, memory_report_of, segment_sizes, taken_bytes
 from ..storage.memory import MemoryStore
 from ..strategies import Job, Strategy
 from .live_state import LiveState, Training
@@ -133,7 +133,7 @@ class RankMemory:
 
     def make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        taker = Taker(
+        taker = BufferAllocator(
             self.store,
             self._state.capturer,
             self._control,
@@ -147,7 +147,7 @@ class RankMemory:
     def fit_logs(self) -> None:
         """Fit boundary logs to what the strategy wants now. To be called while no copy is under way."""
         assert self.survivor is not None
-        self.survivor.fit(self._strategy.logged, self._state.release_segments)
+        self.survivor.resize_logs(self._strategy.logged, self._state.release_segments)
 
     def log_bytes(self) -> int:
         """What boundary logs and parked state take of it."""

@@ -25,12 +25,12 @@ from ..policy.parking import StepPhase
 from ..ports import Transport
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..replay.densify import Replay
-from ..resharding.store import OlderWindow
+from ..resharding.store import PreviousWindow
 from ..snapshot.persisting import Identity
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState
-from .older_layout import OlderLayout
+from .previous_layout import PreviousLayout
 from .session import Request
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Restart:
     """
 
     recovery: Recovery
-    older: OlderLayout
+    older: PreviousLayout
     config: MoECheckpointConfig
     state: LiveState
     identity: Identity
@@ -134,7 +134,7 @@ class Restart:
         """Whether training begins from a sparse window of another layout, whose iterations run again in this one."""
         own = self.older.window
         found = self.control.gather(asdict(own) if own is not None else None)[0]  # one for all ranks
-        window = OlderWindow(**cast("dict[str, Any]", found)) if found is not None else None
+        window = PreviousWindow(**cast("dict[str, Any]", found)) if found is not None else None
         if window is None or window.last <= request.newest:
             return False
         if window.job != self.identity.job and not self.config.takes_over(window.job):
@@ -298,8 +298,8 @@ class Restart:
         """What is parked or logged now belongs to the past that is being recovered."""
         if self.survivor is not None:
             identity = replace(self.identity, timeline=self.recovery.timeline)
-            self.survivor.attend(identity, iteration, phase)
-            self.survivor.fit(self.strategy.lookback)
+            self.survivor.set_lineage(identity, iteration, phase)
+            self.survivor.resize_logs(self.strategy.lookback)
 
     def _feed(self) -> None:
         """What stages outside of the replay sent comes from their logs."""

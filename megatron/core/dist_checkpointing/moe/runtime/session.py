@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..resharding.store import OlderWindow
+from ..resharding.store import PreviousWindow
 from ..types import StepJournal
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .opening import Leases
     from .peer_links import PeerLinks
 
-type RunAgain = Callable[[OlderWindow, Callable[[Path], None]], int]
+type RunAgain = Callable[[PreviousWindow, Callable[[Path], None]], int]
 """Loads the state after a window of another layout."""
 
 
@@ -114,7 +114,7 @@ class Session:
         """
         return nullcontext()
 
-    def whole(self, iteration: int, journal: StepJournal) -> None:
+    def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
         """The state after an iteration is complete.
 
         Args:

@@ -55,7 +55,7 @@ class Interrupted(PeerLost):
         super().__init__(sentence)
 
 
-class ToldToEnd(Terminated):
+class TerminationRequested(Terminated):
     """Raised in the main thread when SIGTERM came and it was in a call that did not return."""
 
     def __init__(self, sentence: str = "told to end by SIGTERM while it waited for others; leaving"):
@@ -175,7 +175,7 @@ class Watcher:
         """Stop watching; in a good end other ranks are told that this one is not lost."""
         try:
             self.stand_down()
-        except (Interrupted, ToldToEnd):  # too late to matter
+        except (Interrupted, TerminationRequested):  # too late to matter
             self.stand_down()
         # After the thread has ended, or was waited for: it polls these descriptors.
         self._signals.uninstall()
@@ -241,7 +241,7 @@ class Watcher:
             # Set before anything is aborted: it is raised before Python code can use what aborted calls leave behind.
             # A step that was cut off goes on to its end, in which it must not be interrupted elsewhere.
             if not is_forced:
-                self._main.throw(ToldToEnd if cause is Cause.TOLD_TO_END else Interrupted)
+                self._main.throw(TerminationRequested if cause is Cause.TOLD_TO_END else Interrupted)
         # Links first, which takes no time: to abort communicators may take seconds, and other ranks wait.
         self._links.hang_up()
         self._hang_up()

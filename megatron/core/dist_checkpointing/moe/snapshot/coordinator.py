@@ -40,7 +40,7 @@ from ..types import SnapshotPlan, StepJournal, WaitReport
 from .background import BackgroundWork
 from .copy_engines import Throttle
 from .iteration_message import IterationMessage, MessageExchange
-from .memory_limit import Room, Taker, memory_report_of
+from .memory_limit import BufferAllocator, MemoryBound, memory_report_of
 from .stopwatch import HostStopwatch, PassTimes
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask
@@ -87,7 +87,7 @@ class Ports:
     buffer_specs: tuple[BufferSpec, ...] | None = None
     before_resize: Callable[[], None] = lambda: None
     log_bytes: Callable[[], int] = lambda: 0
-    room: Callable[[], Room] = Room
+    room: Callable[[], MemoryBound] = MemoryBound
     standby_bytes: Callable[[int], int] = lambda logged: 0
     strict: bool = False
     stopwatch: Stopwatch | None = None
@@ -97,9 +97,9 @@ class Ports:
     after_snapshot: Callable[[int, StepJournal], None] = lambda iteration, journal: None
 
     @property
-    def taker(self) -> Taker:
+    def taker(self) -> BufferAllocator:
         """With what memory is taken."""
-        return Taker(
+        return BufferAllocator(
             self.memory,
             self.capturer,
             self.control,
@@ -234,7 +234,9 @@ class Coordinator:
         # After `_opened`, which has opened the round on every rank, also on one without room: the message has one
         # status per open round, and the collective needs as many on all ranks.
         if self._in_contact:
-            self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.owed else None)
+            self._send_message(
+                plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.deferred_tokens else None
+            )
         tally.last_stall_s = self._stopwatch.resume()
         tally.stall_s += tally.last_stall_s
         ports.after_snapshot(iteration, journal)
@@ -461,12 +463,12 @@ class Coordinator:
             experts = self._job.num_experts
             rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))
             rows, beyond = rows[: len(self._job.moe_layers)], rows[len(self._job.moe_layers) :]
-            self._strategy.counted(news.iteration, rows)
+            self._strategy.on_token_counts(news.iteration, rows)
             if beyond:
-                self._strategy.repaid(news.iteration, beyond)
+                self._strategy.on_deferred_tokens(news.iteration, beyond)
             self._tally.tokens += ((news.iteration, rows),)
         if self._tracker.update(news.statuses, self._iteration):
-            self._strategy.measured(news.costs)
+            self._strategy.on_costs(news.costs)
         if self._strategy.needs_throughput:
             self._strategy.throughput_measured(news.pace)
         for note in self._strategy.take_notes():

@@ -170,7 +170,7 @@ UNBOUNDED = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBound:
     """Bytes that each rank may take in all, on the tightest node, of `ranks` ranks; why: what bounds it."""
 
     nbytes: int = UNBOUNDED
@@ -211,7 +211,7 @@ class NodeMemory:
     held: Callable[[], int]
     counts_free: bool = True
 
-    def room(self, transport: Transport) -> Room:
+    def room(self, transport: Transport) -> MemoryBound:
         """For each rank on the tightest node; a collective. Raises PeerLost."""
         allowed = UNBOUNDED if self.limit is None else self.limit.of_node(self.total_bytes)
         mine: list[Json] = [self.node, allowed, self._free_bytes(), self.held()]
@@ -226,7 +226,9 @@ class NodeMemory:
             if by_folder < by_flag:
                 why = f"{self.folder} is not larger; enlarge the tmpfs (mount -o remount,size=...)"
             bound = min(by_flag, by_folder)
-            found.append(Room(bound // len(rows), len(rows), why) if bound < UNBOUNDED else Room(ranks=len(rows)))
+            found.append(
+                MemoryBound(bound // len(rows), len(rows), why) if bound < UNBOUNDED else MemoryBound(ranks=len(rows))
+            )
         return min(found, key=lambda room: room.nbytes)
 
     def _free_bytes(self) -> int:
@@ -238,7 +240,7 @@ class NodeMemory:
 
 
 @dataclass(frozen=True)
-class Taker:
+class BufferAllocator:
     """With what memory for snapshots is taken.
 
     Args:
@@ -253,7 +255,7 @@ class Taker:
     control: Transport
     owners: Sequence[int]
     before: Callable[[], None] = lambda: None
-    room: Callable[[], Room] = Room
+    room: Callable[[], MemoryBound] = MemoryBound
     standby_bytes: Callable[[int], int] = lambda logged: 0
     strict: bool = False
 

@@ -196,7 +196,7 @@ class SnapshotTracker:
     def _on_snapshot(self, round_: CommitRound, iteration: int) -> None:
         window, plan = self.windows[round_.span], round_.plan
         if round_.agreed >= Status.SEALED and window.awaits_seal(plan.iteration):
-            self._strategy.settled(plan, Level.SNAPSHOT, True)
+            self._strategy.on_commit(plan, Level.SNAPSHOT, True)
             window = window.all_ranks_sealed(plan.iteration)
             self._put(window)
             if window.state is WindowState.REPLICATING:
@@ -211,7 +211,7 @@ class SnapshotTracker:
         if task.carried_bytes and task.exchange_s > 0:  # of state: where steps go in its place, a link carries more
             self.peer_bytes_per_s = task.carried_bytes / task.exchange_s
         if round_.agreed is not Status.FAILED:
-            self._strategy.settled(round_.plan, Level.REPLICAS, round_.agreed is Status.PROTECTED)
+            self._strategy.on_commit(round_.plan, Level.REPLICAS, round_.agreed is Status.PROTECTED)
         # After any round that some rank did not end well a connection may be void; all ranks agree on such rounds.
         self._reconnect = self._reconnect or round_.agreed is not Status.PROTECTED
         self._on_ended(round_, task, iteration)
@@ -249,7 +249,7 @@ class SnapshotTracker:
     def _give_up(self, round_: CommitRound) -> None:
         """Nothing can be made of this window any more: what there is of it is freed, and what comes of it later."""
         window, iteration = self.windows[round_.span], round_.plan.iteration
-        self._strategy.settled(round_.plan, Level.SNAPSHOT, False)
+        self._strategy.on_commit(round_.plan, Level.SNAPSHOT, False)
         freed = {piece.name for piece in window.pieces if piece in window.sealed or piece.iteration == iteration}
         self._put(window.ended(iteration, round_.agreed))
         # Behind the round itself on its thread: a replica may still be arriving here.
@@ -303,7 +303,7 @@ class SnapshotTracker:
             log.warning(
                 "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
             )
-            self._strategy.settled(plans[-1], Level.PERSIST, False)
+            self._strategy.on_commit(plans[-1], Level.PERSIST, False)
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             return
         pieces = tuple(map(self._strategy.pieces, plans))
@@ -319,7 +319,7 @@ class SnapshotTracker:
         self._persisted_bytes += task.written_bytes
         self.last_persist_s = task.duration_s or self.last_persist_s
         written = round_.agreed is Status.PROTECTED
-        self._strategy.settled(round_.plan, Level.PERSIST, written)
+        self._strategy.on_commit(round_.plan, Level.PERSIST, written)
         self._put_copy(round_.span, copy.after(PersistEvent.WRITTEN if written else PersistEvent.REFUSED))
         if written:
             self.newest_persisted = round_.plan.iteration

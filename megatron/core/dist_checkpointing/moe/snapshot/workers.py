@@ -30,7 +30,7 @@ from ..ports import (
 )
 from ..replication.receiver import ReplicaReceiver
 from ..replication.replicator import Replicator
-from ..replication.round import Offer
+from ..replication.round import ReplicaOffer
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
@@ -180,7 +180,7 @@ class ReplicationWorker:
                 if self._steps is not None:
                     steps = self._steps.steps(task.plan.iteration, offered, readers, task.step)
                 offers = [
-                    Offer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw(), step)
+                    ReplicaOffer(reader.manifest.snapshot.name, encode(reader.manifest), reader.raw(), step)
                     for reader, step in zip(readers, steps, strict=True)
                 ]
             begun_s, moved_s = self._clock.now_s(), replicator.moving_s

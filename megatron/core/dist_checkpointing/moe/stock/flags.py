@@ -13,7 +13,7 @@ from ..contradictions import contradictions, inelastic
 from ..errors import UsageError
 from ..policy.partial import BOTH, OPTIMIZER, PEC_SCOPES, SELECTIONS
 from ..runtime.process_info import ranks_of_node
-from ..seats.seat import take_seat
+from ..standby.slot import wait_for_rank
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
 
@@ -96,9 +96,9 @@ def unfit_expert_saves(args: Any, strategy: str) -> Iterator[str]:
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--moe-ckpt-*` to Megatron-LM's parser: an `extra_args_provider`, or a part of the user's own.
 
-    A standby waits here for its rank, which the parser reads from the environment next: see `take_seat`.
+    A standby waits here for its rank, which the parser reads from the environment next: see `wait_for_rank`.
     """
-    take_seat()
+    wait_for_rank()
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
     add_flags(parser, ExpertSaveFlags, "checkpoints with some of the experts")

@@ -41,9 +41,9 @@ from ..megatron_state.optimizer_state import allocate_step_counts, loading_step_
 from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
-from ..seats.heartbeat import own_heartbeat
+from ..standby.heartbeat import own_heartbeat
 from . import dense, flags
-from .catch_up import CatchUp, Quiet
+from .deferred_saves import DeferredSaves, SuppressedEffects
 from .dense import StockSaves, newest_checkpoint, written_folder
 from .iteration import CommonIterations, Report, StockIteration, boundary, mean_loss
 from .resumed_settings import flags_hold, refuse_other_flags, shaping_flags, told
@@ -52,7 +52,7 @@ from .state import StockCounts
 from .survivors import Survivors
 
 if TYPE_CHECKING:
-    from ..resharding.store import OlderWindow
+    from ..resharding.store import PreviousWindow
 
 log = logging.getLogger(__name__)
 
@@ -208,12 +208,12 @@ class Hooks:
             loaded = True
             return int(args.iteration)
 
-        def run_again(window: OlderWindow, copy_older: Callable[[Path], None]) -> int:
-            from .older_windows import made_whole  # brings what starts processes
+        def run_again(window: PreviousWindow, copy_previous: Callable[[Path], None]) -> int:
+            from .previous_windows import made_whole  # brings what starts processes
 
             assert self._config is not None
             load_original = inspect.unwrap(self._loop.load_checkpoint)
-            with made_whole(args, self._config, window, copy_older):
+            with made_whole(args, self._config, window, copy_previous):
                 try:
                     return load_with(functools.partial(load_original, model, optimizer, scheduler))
                 except KeyError as error:
@@ -237,7 +237,7 @@ class Hooks:
             self._say("from iteration %d on, flags are others than before: %s", iteration + 1, changed)
         if self._recover_only:
             self._require_recovered(manager)
-        self._manager, self._quiet = manager, Quiet(self._loop, manager)
+        self._manager, self._quiet = manager, SuppressedEffects(self._loop, manager)
         if optimizer is not None:  # as with --skip-train
             allocate_step_counts(optimizer)
         self._running.enter_context(manager.run())
@@ -250,7 +250,7 @@ class Hooks:
         recovered = iteration > 0 and not loaded
         if self._saves is not None:
             self._saves.protect(model, loaded=loaded)
-        self._catch_up = CatchUp(self._loop, state, manager, recovered=recovered)
+        self._catch_up = DeferredSaves(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
         self._random = random_states() if iteration > 0 else None
 

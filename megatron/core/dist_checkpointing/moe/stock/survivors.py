@@ -24,10 +24,10 @@ from megatron.core.utils import get_model_config
 
 from ..errors import PeerLost, UsageError
 from ..in_place.building import own_build, rehearsed
-from ..in_place.kept_process import KeptProcess, needs_fresh_process, unless_called_off
+from ..in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from ..recovery.timeline import Milestone, Timestamps
 from ..replay.patches import replaced
-from ..seats.seat import own_seat
+from ..standby.slot import own_slot
 from . import flags
 from .seams import Call, release_of
 
@@ -206,14 +206,14 @@ class Survivors:
         start: Starts torch.distributed; None where the loop does.
 
     Attributes:
-        marks: Of this process or of its newest seat, for the timeline of a recovery.
+        marks: Of this process or of its newest slot, for the timeline of a recovery.
     """
 
     def __init__(self, loop: Any, version: str, start: Callable[[], object] | None = None) -> None:
         self._loop, self._version, self._start = loop, version, start
         self._build = contextlib.ExitStack()
         self._connect: Callable[[], object] | None = None
-        self._kept: KeptProcess | None = None
+        self._kept: InProcessRestart | None = None
         self._globals: KeptGlobals | None = None
         self._data = KeptData(loop)
         self.marks = _marks(stayed=False)
@@ -259,7 +259,7 @@ class Survivors:
             self._data.set_facts(_told())
         return built
 
-    def train(self, chunks: Any, optimizer: Any) -> KeptProcess | None:
+    def train(self, chunks: Any, optimizer: Any) -> InProcessRestart | None:
         """The loop's `train` is called.
 
         Args:
@@ -271,7 +271,7 @@ class Survivors:
         """
         self._build.close()
         if self._connect is not None:
-            self._kept = KeptProcess(chunks, optimizer)
+            self._kept = InProcessRestart(chunks, optimizer)
         return self._kept
 
     def connect(self) -> None:
@@ -279,7 +279,7 @@ class Survivors:
         assert self._kept is not None
         assert self._globals is not None
         self.marks = _marks(stayed=True)
-        unless_called_off(self._connect_again, own_seat())
+        unless_called_off(self._connect_again, own_slot())
         self.marks.mark(Milestone.RENDEZVOUS)
         _get_default_store().set(_TOLD, json.dumps(self._data.facts()))
         self._kept.connected()
@@ -310,7 +310,7 @@ class Survivors:
             return
         reason = why_not(args, self._version, is_started_by_script=by_others)
         if reason is not None:
-            if own_seat().may_stay and dist.get_rank() == 0:
+            if own_slot().may_stay and dist.get_rank() == 0:
                 log.warning("after a fault all ranks will start anew, each in a new process: %s", reason)
             return
         own_build().connected()
@@ -328,8 +328,8 @@ class Survivors:
 
 def _marks(*, stayed: bool) -> Timestamps:
     marks = Timestamps(stayed=stayed)
-    if own_seat().taken_s is not None:
-        marks.mark(Milestone.RESTARTED, own_seat().taken_s)
+    if own_slot().taken_s is not None:
+        marks.mark(Milestone.RESTARTED, own_slot().taken_s)
     return marks
 
 

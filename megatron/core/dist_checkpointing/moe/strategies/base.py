@@ -158,21 +158,21 @@ class LossReport:
 class Strategy(ABC):
     """Decides alike on all ranks: they make the same calls with the same values in the same order.
 
-    Sequence of one iteration t: `counted(t)` (only with `counts_tokens`), then `settled` for what the ranks agreed on
-    meanwhile, then `plan(t + 1)`. A plan that cannot be carried out on some rank is settled as failed on all.
+    Sequence of one iteration t: `on_token_counts(t)` (only with `counts_tokens`), `on_commit` for each snapshot that
+    all ranks have agreed on since, then `plan(t + 1)`. A plan that fails on one rank is committed as failed on all.
     """
 
     counts_tokens: bool = False
-    """Whether `counted` is wanted: routed tokens per expert, summed over all ranks."""
+    """Whether `on_token_counts` is wanted: routed tokens per expert, summed over all ranks."""
 
     counts_gates: bool = False
-    """Whether gating probabilities are wanted in `counted` in place of tokens, in units of `GATE_UNIT`."""
+    """Whether gating probabilities are wanted in `on_token_counts` in place of tokens, in units of `GATE_UNIT`."""
 
     needs_throughput: bool = False
     """Whether `throughput_measured` is wanted."""
 
     makes_up: bool = False
-    """Whether `owed` may have experts, so that `repaid` is wanted while it has."""
+    """Whether `deferred_tokens` may have experts, so that `on_deferred_tokens` is wanted while it has."""
 
     replays: bool = False
     """Whether a recovery may have to run iterations again with some operators frozen."""
@@ -246,7 +246,7 @@ class Strategy(ABC):
         return None if losses is None else float(losses.mlt)
 
     @property
-    def owed(self) -> Mapping[OperatorId, int]:
+    def deferred_tokens(self) -> Mapping[OperatorId, int]:
         """Lost tokens that experts still have to make up for, beyond their capacity (MOETION 6)."""
         return {}
 
@@ -305,7 +305,7 @@ class Strategy(ABC):
         self._gave_up = True
         return "no snapshots are taken: training is not protected"
 
-    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+    def on_token_counts(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
         """Tokens were routed in an iteration.
 
         Args:
@@ -314,8 +314,8 @@ class Strategy(ABC):
         """
         return
 
-    def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """Tokens were processed beyond the capacity in an iteration; called after `counted`.
+    def on_deferred_tokens(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """Tokens were processed beyond the capacity in an iteration; called after `on_token_counts`.
 
         Args:
             iteration: The iteration that was trained.
@@ -323,7 +323,7 @@ class Strategy(ABC):
         """
         return
 
-    def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+    def on_commit(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
         """What was under way at a level has ended.
 
         Args:
@@ -332,11 +332,11 @@ class Strategy(ABC):
                 sent it.
             ok: Whether that holds for all ranks, each with what it owns of `plan`.
         """
-        self._constants = self._constants.settled(plan, level, ok)
+        self._constants = self._constants.on_commit(plan, level, ok)
 
-    def measured(self, costs: Costs) -> None:
+    def on_costs(self, costs: Costs) -> None:
         """What the last checkpoint cost."""
-        self._interval_policy = self._interval_policy.measured(costs)
+        self._interval_policy = self._interval_policy.on_costs(costs)
 
     def throughput_measured(self, throughput: Throughput) -> None:
         """How an iteration went; once per iteration that all ranks have reported."""

@@ -57,8 +57,8 @@ class ConstantState:
             return self
         return replace(self, writes=self.writes | {plans[-1].iteration})
 
-    def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> ConstantState:
-        """As `Strategy.settled`. A copy that some peer lacks is made again."""
+    def on_commit(self, plan: SnapshotPlan, level: Level, ok: bool) -> ConstantState:
+        """As `Strategy.on_commit`. A copy that some peer lacks is made again."""
         iteration = plan.iteration
         if level is Level.PERSIST:
             written = ok and iteration in self.writes

@@ -68,7 +68,7 @@ class IntervalPolicy:
             due = iteration // every > self.last_persistent // every
         return due, replace(self, last_persistent=iteration) if due else self
 
-    def measured(self, costs: Costs) -> IntervalPolicy:
+    def on_costs(self, costs: Costs) -> IntervalPolicy:
         """The interval_policy with the interval that these costs call for (CheckFreq's 3 %, Young 1974, Daly 2006).
 
         What a checkpoint costs is its stall; the next one begins at the earliest when its round has ended, and is

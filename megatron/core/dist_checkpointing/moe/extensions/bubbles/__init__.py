@@ -17,7 +17,7 @@ from .pipeline_waits import BubblePace, BubbleSends
 from .stage_waits import StageWaits
 
 
-class CopiesInBubbles(Extension):
+class BubbleExtension(Extension):
     """Of one rank."""
 
     _waits: StageWaits
@@ -60,4 +60,4 @@ class CopiesInBubbles(Extension):
         return BubblePace(CopyPlacement.of(nbytes, waits.newest, HEADROOM * passes_s, bandwidth), waits)
 
 
-EXTENSION = CopiesInBubbles
+EXTENSION = BubbleExtension

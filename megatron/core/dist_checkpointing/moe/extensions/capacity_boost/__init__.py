@@ -16,12 +16,12 @@ class BoostedCapacity(Extension):
         if session.strategy.makes_up:
             self._boost = RouterCapacity(session.training.chunks, session.config.capacity_boost)
             session.held.callback(self._boost.close)
-            self._boost.owe(session.strategy.owed)
+            self._boost.owe(session.strategy.deferred_tokens)
             additions.beyond = self._boost.take
 
     def copying(self) -> None:
         if self._boost is not None:
-            self._boost.owe(self.session.strategy.owed)
+            self._boost.owe(self.session.strategy.deferred_tokens)
 
     def stop(self) -> None:
         if self._boost is not None:

@@ -1,6 +1,6 @@
 """Nodes that wait to join a job in the stock loop: training ends for them behind an iteration, and starts again.
 
-All ranks vote behind each iteration of which a snapshot is due, see `seats.joining`. The loop then leaves as it does
+All ranks vote behind each iteration of which a snapshot is due, see `standby.joining`. The loop then leaves as it does
 for `--exit-interval`, memory is kept, and the launcher starts all ranks again in the larger layout.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from ...config import MoECheckpointConfig
 from ...errors import NewProcessesNeeded, PeerLost, Terminated
-from ...seats.joining import Joining, joining_here
+from ...standby.joining import Joining, joining_here
 
 log = logging.getLogger(__name__)
 

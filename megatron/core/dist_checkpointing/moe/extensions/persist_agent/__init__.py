@@ -12,7 +12,7 @@ from .agent import PersistAgent
 log = logging.getLogger(__name__)
 
 
-class Persisting(Extension):
+class PersistExtension(Extension):
     """Of one rank."""
 
     _agent: PersistAgent | None = None
@@ -35,4 +35,4 @@ class Persisting(Extension):
             self._agent.close()
 
 
-EXTENSION = Persisting
+EXTENSION = PersistExtension

@@ -73,7 +73,7 @@ class LossyState:
         under_way = (experts for _, experts in self.under_way(level))
         return level not in self.complete and self.experts not in under_way
 
-    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> LossyState:
+    def on_token_counts(self, iteration: int, counts: Sequence[Sequence[int]]) -> LossyState:
         """With the tokens of one more iteration; if it was planned, its counts are kept for when it is restored.
 
         Args:
@@ -94,7 +94,7 @@ class LossyState:
             captured[level] = _with_captures(captured[level], ledger, experts)
         return replace(self, ledger=ledger.marked(flight.meant_for), captured=captured)
 
-    def settled(self, iteration: int, level: Level, ok: bool) -> LossyState:
+    def on_commit(self, iteration: int, level: Level, ok: bool) -> LossyState:
         """With the outcome of what was under way; what is not under way changes nothing.
 
         Args:

@@ -73,13 +73,13 @@ class Lossy(Strategy):
         """The full state of these experts, and of all other operators."""
         raise NotImplementedError
 
-    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """As `Strategy.counted`."""
-        self._state = self._state.counted(iteration, counts)
+    def on_token_counts(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.on_token_counts`."""
+        self._state = self._state.on_token_counts(iteration, counts)
 
-    def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        """As `Strategy.settled`."""
-        self._state = self._state.settled(plan.iteration, level, ok)
+    def on_commit(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+        """As `Strategy.on_commit`."""
+        self._state = self._state.on_commit(plan.iteration, level, ok)
 
     def to_data(self) -> dict[str, Any]:
         planned = [self._limit.tokens, self._limit.topk]

@@ -123,11 +123,11 @@ class Selective(Lossy):
         return taken
 
     @property
-    def owed(self) -> Mapping[OperatorId, int]:
+    def deferred_tokens(self) -> Mapping[OperatorId, int]:
         return self._owed
 
-    def repaid(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """As `Strategy.repaid`."""
+    def on_deferred_tokens(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.on_deferred_tokens`."""
         rows = dict(zip(self._job.moe_layers, counts, strict=True))
         left = {one: tokens - rows[one.layer][one.expert] for one, tokens in self._owed.items()}
         self._owed = {one: tokens for one, tokens in left.items() if tokens > 0}

@@ -204,13 +204,13 @@ class Sparse(Strategy):
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         return self._table.buffer_specs if self._table else NO_BUFFERS
 
-    def counted(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """As `Strategy.counted`."""
-        self._popularity = self._popularity.counted(counts)
+    def on_token_counts(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
+        """As `Strategy.on_token_counts`."""
+        self._popularity = self._popularity.on_token_counts(counts)
 
-    def settled(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
-        """As `Strategy.settled`."""
-        super().settled(plan, level, ok)
+    def on_commit(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
+        """As `Strategy.on_commit`."""
+        super().on_commit(plan, level, ok)
         begun = self._windows.of(plan.iteration)
         if level is not Level.SNAPSHOT or begun is None:
             return
@@ -220,9 +220,9 @@ class Sparse(Strategy):
             self._windows = self._windows.without(plan.iteration)
             self._constants = self._constants.given_up(begun.span)
 
-    def measured(self, costs: Costs) -> None:
+    def on_costs(self, costs: Costs) -> None:
         if self.needs_throughput:
-            self._budget = self._budget.measured(costs, self._table.peak_bytes if self._table else 0)
+            self._budget = self._budget.on_costs(costs, self._table.peak_bytes if self._table else 0)
 
     def throughput_measured(self, throughput: Throughput) -> None:
         self._budget = self._budget.throughput_measured(throughput)

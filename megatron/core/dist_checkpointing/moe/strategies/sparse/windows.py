@@ -194,7 +194,7 @@ class Budget:
         passes, bandwidths = _with(self.passes_s, pace.iteration_s), _with(self.bandwidths, pace.bandwidth_bytes_per_s)
         return replace(self, passes_s=passes, bandwidths=bandwidths)
 
-    def measured(self, costs: Costs, peak_bytes: int) -> Budget:
+    def on_costs(self, costs: Costs, peak_bytes: int) -> Budget:
         """With one more snapshot that was replicated.
 
         Args:
@@ -272,7 +272,7 @@ class Popularity:
     counts: Rows = field(default=(), repr=False)
     ordered_by: Rows = field(default=(), repr=False)
 
-    def counted(self, counts: Sequence[Sequence[int]]) -> Popularity:
+    def on_token_counts(self, counts: Sequence[Sequence[int]]) -> Popularity:
         """With one more iteration."""
         alpha = self.decay
         if not self.counts:

@@ -35,7 +35,7 @@ from ..device_threads import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..runtime.peer_links import is_lost_peer
-from ..seats.seat import Seat, own_seat
+from ..standby.slot import WorkerSlot, own_slot
 from .building import own_build
 from .process_groups import ProcessGroups
 
@@ -46,7 +46,7 @@ SEAT_S = 900.0
 _DEVICE_S = 10.0
 
 
-class Abandoned(Protocol):
+class AbandonedManager(Protocol):
     """What protected training until the fault: a `MoECheckpointManager`."""
 
     def abandon(self) -> bool:
@@ -57,7 +57,7 @@ class Abandoned(Protocol):
         """Whether the launcher has told this process to end."""
 
 
-class KeptProcess:
+class InProcessRestart:
     """Keeps this process, its model and its optimizer through faults of others.
 
     Args:
@@ -65,7 +65,7 @@ class KeptProcess:
         optimizer: Theirs.
 
     Attributes:
-        has_left: Whether this process has a seat again after a fault, and no connections yet.
+        has_left: Whether this process has a slot again after a fault, and no connections yet.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -73,7 +73,7 @@ class KeptProcess:
         self._groups: ProcessGroups | None = None
         self.has_left = False
 
-    def stay(self, error: BaseException, manager: Abandoned | None) -> None:
+    def stay(self, error: BaseException, manager: AbandonedManager | None) -> None:
         """`error` has ended training in this process: let go of all connections, and wait until the launcher has put
         others on the ranks that were lost.
 
@@ -106,7 +106,7 @@ class KeptProcess:
         self._groups = self._groups or lost
         self.has_left = True
         # The search goes through all objects of the process. It runs while the launcher replaces the lost ranks.
-        own_seat().leave(SEAT_S, meanwhile=self._groups.find_holders)
+        own_slot().leave(SEAT_S, meanwhile=self._groups.find_holders)
 
     def connected(self) -> None:
         """All ranks are connected again: let model and optimizer use the new process groups.
@@ -124,8 +124,8 @@ class KeptProcess:
 
 def _has_to_end(error: BaseException, chunks: Sequence[torch.nn.Module]) -> str | None:
     """Why this process cannot stay; empty where that goes without saying, None where it can."""
-    seat = own_seat()
-    if not seat.may_stay or isinstance(error, Terminated) or not (is_lost_peer(error) or seat.is_called_off):
+    slot = own_slot()
+    if not slot.may_stay or isinstance(error, Terminated) or not (is_lost_peer(error) or slot.is_called_off):
         return ""
     if own_build().answers is None:
         return "others could not build beside it"
@@ -179,27 +179,27 @@ GRACE_S = 1.0
 """How long the work may take to fail by itself once connections are closed."""
 
 
-class CalledOff(PeerLost):
+class RestartSuperseded(PeerLost):
     """Training begins anew while this rank waited for others."""
 
 
-def unless_called_off(work: Callable[[], object], seat: Seat) -> None:
-    """Do work that waits for other ranks: on a thread of its own where this process keeps its seat, else right here.
+def unless_called_off(work: Callable[[], object], slot: WorkerSlot) -> None:
+    """Do work that waits for other ranks: on a thread of its own where this process keeps its slot, else right here.
 
     A rank that dies while all connect leaves the others in calls of torch and gloo (2.13) that wait for it to dial;
     there is no connection yet whose end would wake them, so they last for as long as the timeout of collectives. The
-    launcher knows better: `seat` is called off. Then the thread is left behind, with an exception that strikes it
+    launcher knows better: `slot` is called off. Then the thread is left behind, with an exception that strikes it
     should it ever come back to Python.
 
     Args:
         work: Makes connections to other ranks. It uses the caller's current device on whichever thread it runs.
-        seat: Of this process; `is_called_off` is polled every 20 ms.
+        slot: Of this process; `is_called_off` is polled every 20 ms.
 
     Raises:
         CalledOff: The launcher begins training again, and the work did not end within a second after that.
         BaseException: What the work raises.
     """
-    if not seat.keeps:
+    if not slot.keeps:
         work()
         return
     # The current device is a setting of each thread: without it NCCL would connect on device 0.
@@ -216,15 +216,15 @@ def unless_called_off(work: Callable[[], object], seat: Seat) -> None:
 
     thread = threading.Thread(target=run, name="moe-ckpt-connect", daemon=True)
     thread.start()
-    while thread.is_alive() and not seat.is_called_off:
+    while thread.is_alive() and not slot.is_called_off:
         thread.join(POLL_S)
-    # Where connections are closed already the work fails by itself: its own error says more than `CalledOff`.
+    # Where connections are closed already the work fails by itself: its own error says more than `RestartSuperseded`.
     thread.join(GRACE_S)
     if errors:
         raise errors[0]
     if thread.is_alive():
-        _raise_in(thread, CalledOff)
-        raise CalledOff("training begins anew while this rank connected to others")
+        _raise_in(thread, RestartSuperseded)
+        raise RestartSuperseded("training begins anew while this rank connected to others")
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:

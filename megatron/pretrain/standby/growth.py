@@ -16,13 +16,13 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
-from megatron.core.dist_checkpointing.moe.seats.joining import FOLDER, Joining
+from megatron.core.dist_checkpointing.moe.standby.joining import FOLDER, Joining
 
 PATIENCE_S = 600.0
 """How long nodes wait at most: training may be long in an iteration, or in a save."""
 
 
-class PatientCount:
+class DeferredNodeCount:
     """In place of a rendezvous handler's `num_nodes_waiting`: 0 until workers stand where they can be stopped."""
 
     def __init__(self, count: Callable[[], int], joining: Joining, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +50,7 @@ def patient_nodes(folder: Path) -> Iterator[None]:
     def made(*arguments: Any, **options: Any) -> Any:
         agent = own(*arguments, **options)
         handler = agent.get_worker_group().spec.rdzv_handler
-        handler.num_nodes_waiting = PatientCount(handler.num_nodes_waiting, Joining(folder))
+        handler.num_nodes_waiting = DeferredNodeCount(handler.num_nodes_waiting, Joining(folder))
         return agent
 
     os.environ[FOLDER] = str(folder)

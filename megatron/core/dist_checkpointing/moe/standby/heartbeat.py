@@ -32,7 +32,7 @@ _PLACE = struct.Struct("<160s")  # behind it: where the main thread is, UTF-8, p
 _SIZE = _LAYOUT.size + _PLACE.size
 
 
-class Doing(IntEnum):
+class Activity(IntEnum):
     """What a worker does. One that loads, trains, or has come back to where all ranks stand, has to make progress; one
     that lost a peer is not to blame."""
 
@@ -44,12 +44,12 @@ class Doing(IntEnum):
     LOADING = 5
 
 
-class Beat(NamedTuple):
+class HeartbeatReading(NamedTuple):
     """What a worker has said last; times are those of `time.monotonic`, in seconds. place: as `place_of` has it."""
 
     moved_s: float
     alive_s: float
-    doing: Doing
+    doing: Activity
     place: str = ""
 
 
@@ -85,7 +85,7 @@ class Heartbeat:
 
     def __init__(self, folder: str | None) -> None:
         self._memory: mmap.mmap | None = None
-        self._doing = Doing.STARTING
+        self._doing = Activity.STARTING
         if folder is None:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):  # without it a launcher sees less
@@ -100,24 +100,24 @@ class Heartbeat:
 
     def loads(self) -> None:
         """From here on the first iteration is waited for, or the end of a recovery."""
-        self._say(Doing.LOADING)
+        self._say(Activity.LOADING)
 
     def moved(self) -> None:
         """An iteration was trained; from here on the next one is waited for."""
-        self._say(Doing.TRAINING)
+        self._say(Activity.TRAINING)
 
     def rejoined(self) -> None:
         """After a fault all ranks stand at one iteration again; from here on the next one is waited for.
 
         One that ran iterations again trains already.
         """
-        self._say(Doing.TRAINING if self._doing is Doing.TRAINING else Doing.REJOINED)
+        self._say(Activity.TRAINING if self._doing is Activity.TRAINING else Activity.REJOINED)
 
     def rest(self, *, lost_a_peer: bool) -> None:
         """Training ends here, or begins anew: no progress is due. lost_a_peer: nothing here is to blame."""
-        self._say(Doing.LOST_A_PEER if lost_a_peer else Doing.LEFT)
+        self._say(Activity.LOST_A_PEER if lost_a_peer else Activity.LEFT)
 
-    def _say(self, doing: Doing) -> None:
+    def _say(self, doing: Activity) -> None:
         self._doing = doing
         if self._memory is not None:
             self._memory[: _LAYOUT.size] = self._packed(doing)
@@ -131,12 +131,12 @@ class Heartbeat:
             struct.pack_into("<q", self._memory, 8, time.monotonic_ns())
 
     @staticmethod
-    def _packed(doing: Doing) -> bytes:
+    def _packed(doing: Activity) -> bytes:
         now = time.monotonic_ns()
         return _LAYOUT.pack(now, now, doing)
 
 
-def read_beat(folder: Path, pid: int) -> Beat | None:
+def read_beat(folder: Path, pid: int) -> HeartbeatReading | None:
     """What a worker said; None for one that says nothing, or nothing that can be understood.
 
     Args:
@@ -148,7 +148,9 @@ def read_beat(folder: Path, pid: int) -> Beat | None:
             content = file.read(_SIZE)
         moved_ns, alive_ns, doing = _LAYOUT.unpack_from(content)
         place = content[_LAYOUT.size :].rstrip(b"\0").decode(errors="replace")
-        return Beat(moved_ns / 1e9, alive_ns / 1e9, Doing(doing), "".join(filter(str.isprintable, place)))
+        return HeartbeatReading(
+            moved_ns / 1e9, alive_ns / 1e9, Activity(doing), "".join(filter(str.isprintable, place))
+        )
     except (OSError, struct.error, ValueError):
         return None
 

@@ -24,7 +24,7 @@ from .state import StockCounts
 _UNKNOWN = 2**62
 
 
-class CatchUp:
+class DeferredSaves:
     """Sequence: `agree` when the state is restored; a block of `reading_on` in which data iterators are built; `starts`
     when training does; `make_up` when all ranks stand at one iteration.
 
@@ -147,7 +147,7 @@ _LEFT_OUT = "do_valid", "log_params_norm"
 """What `args` asks for in each iteration, beside its logging: both have collectives over all ranks."""
 
 
-class Quiet:
+class SuppressedEffects:
     """Sequence: `begin` before the first replayed iteration; `end` and `go_on` when all ranks stand at one iteration.
 
     loop: the module that has the loop. manager: of checkpoints.

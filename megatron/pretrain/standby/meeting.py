@@ -18,14 +18,14 @@ WAITS = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRank:
     """Of a node among those of a job: its number, from 0, and how many there are."""
 
     number: int
     nodes: int
 
 
-def settled(found: Sequence[Place | None], nodes: int) -> list[int]:
+def settled(found: Sequence[NodeRank | None], nodes: int) -> list[int]:
     """The numbers of nodes, in the order in which they were found.
 
     Nodes keep the number that they had in a job of this size, so that their processes keep their ranks; the others take
@@ -43,7 +43,7 @@ def settled(found: Sequence[Place | None], nodes: int) -> list[int]:
     return [next(left) if number is None else number for number in numbers]
 
 
-class AgentsMeeting:
+class NodeRankAgreement:
     """One node's part in settling it; all nodes make the same calls, each once.
 
     Args:
@@ -55,15 +55,15 @@ class AgentsMeeting:
     def __init__(self, store: Store, index: int, nodes: int) -> None:
         self._store, self._index, self._nodes = store, index, nodes
 
-    def number(self, had: Place | None) -> int:
+    def number(self, had: NodeRank | None) -> int:
         """The number of this node. had: what it had before, if anything."""
         if self._nodes == 1:
             return 0
-        self._store.set(f"seats/had/{self._index}", json.dumps(None if had is None else [had.number, had.nodes]))
-        told = [json.loads(self._store.get(f"seats/had/{index}")) for index in range(self._nodes)]
-        return settled([None if place is None else Place(*place) for place in told], self._nodes)[self._index]
+        self._store.set(f"slots/had/{self._index}", json.dumps(None if had is None else [had.number, had.nodes]))
+        told = [json.loads(self._store.get(f"slots/had/{index}")) for index in range(self._nodes)]
+        return settled([None if place is None else NodeRank(*place) for place in told], self._nodes)[self._index]
 
-    def workers(self, number: int, starts: int, address: str | None) -> WorkersPlace:
+    def workers(self, number: int, starts: int, address: str | None) -> WorkersStore:
         """Where the workers of this start of training meet, which the first node keeps.
 
         Args:
@@ -72,15 +72,15 @@ class AgentsMeeting:
                 knows of none.
             address: Under which workers reach this node, if somebody has said so.
         """
-        self._store.set(f"seats/starts/{number}", str(starts))
+        self._store.set(f"slots/starts/{number}", str(starts))
         if number:
-            told: list[Any] = json.loads(self._store.get("seats/workers"))
-            return WorkersPlace(*told)
+            told: list[Any] = json.loads(self._store.get("slots/workers"))
+            return WorkersStore(*told)
         host = address or socket.getfqdn()
         own = workers_store(host)
-        start = max(int(self._store.get(f"seats/starts/{node}")) for node in range(self._nodes))
-        place = WorkersPlace(host, own.port, start, own)
-        self._store.set("seats/workers", json.dumps([place.address, place.port, place.start]))
+        start = max(int(self._store.get(f"slots/starts/{node}")) for node in range(self._nodes))
+        place = WorkersStore(host, own.port, start, own)
+        self._store.set("slots/workers", json.dumps([place.address, place.port, place.start]))
         return place
 
 
@@ -109,7 +109,7 @@ def _is_ipv4(host: str) -> bool:
 
 
 @dataclass(frozen=True)
-class WorkersPlace:
+class WorkersStore:
     """The store of the workers of one start of training.
 
     start: how often workers were started before, on any node. kept: the store, on its node.

@@ -21,20 +21,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
-from megatron.core.dist_checkpointing.moe.seats import heartbeat
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import (
-    Beat,
-    Doing,
+from megatron.core.dist_checkpointing.moe.standby import heartbeat
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
+    Activity,
     Heartbeat,
+    HeartbeatReading,
     place_of,
     read_beat,
     stacks_signal,
 )
-from megatron.pretrain.seats import careful, hygiene
-from megatron.pretrain.seats.careful import CarefulAgent, NodeLeaves, check_health
-from megatron.pretrain.seats.hygiene import FIRST, START, Strikes, is_to_blame, judge
-from megatron.pretrain.seats.hygiene_options import HygieneOptions
-from megatron.pretrain.seats.run import parse_options
+from megatron.pretrain.standby import health_agent, health_check
+from megatron.pretrain.standby.health_agent import HealthAgent, NodeExcluded, check_health
+from megatron.pretrain.standby.health_check import FIRST, START, FailureCounter, is_to_blame, judge
+from megatron.pretrain.standby.health_options import HealthOptions
+from megatron.pretrain.standby.run import parse_options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -42,15 +42,15 @@ T = 100.0
 NOW = 10_000.0
 
 
-def beat(moved: float, alive: float = 0.0, doing: Doing = Doing.TRAINING) -> Beat:
+def beat(moved: float, alive: float = 0.0, doing: Activity = Activity.TRAINING) -> HeartbeatReading:
     """One that moved, and was seen to run, so many seconds ago."""
-    return Beat(NOW - moved, NOW - alive, doing)
+    return HeartbeatReading(NOW - moved, NOW - alive, doing)
 
 
-def parsed(*arguments: str) -> HygieneOptions:
+def parsed(*arguments: str) -> HealthOptions:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    HygieneOptions.add_flags(parser, "moe-ckpt-")
-    return HygieneOptions.of(parser.parse_args(arguments))
+    HealthOptions.add_flags(parser, "moe-ckpt-")
+    return HealthOptions.of(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_strikes_that_mean_nothing_are_refused(text: str) -> None:
 def test_options_are_the_same_for_the_agents_that_a_launcher_starts() -> None:
     options = parsed("--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=true", "--moe-ckpt-hang-timeout=30")
     parser = argparse.ArgumentParser()
-    HygieneOptions.add_flags(parser)
-    assert HygieneOptions.of(parser.parse_args(options.arguments())) == options
+    HealthOptions.add_flags(parser)
+    assert HealthOptions.of(parser.parse_args(options.arguments())) == options
     assert not parsed()
 
 
@@ -81,7 +81,7 @@ def test_options_are_the_same_for_the_agents_that_a_launcher_starts() -> None:
 def test_strikes_are_out_exactly_when_enough_failures_lie_within_the_time(
     gaps: list[float], most: int, within_s: float
 ) -> None:
-    strikes, times, now = Strikes(most, within_s), list[float](), 0.0
+    strikes, times, now = FailureCounter(most, within_s), list[float](), 0.0
     for gap in gaps:
         now += gap
         times.append(now)
@@ -92,26 +92,26 @@ def test_strikes_are_out_exactly_when_enough_failures_lie_within_the_time(
 @pytest.mark.parametrize(
     ("code", "doing", "blamed"),
     [
-        (-signal.SIGKILL, Doing.TRAINING, True),
+        (-signal.SIGKILL, Activity.TRAINING, True),
         (-signal.SIGSEGV, None, True),
-        (-signal.SIGTERM, Doing.TRAINING, False),
-        (1, Doing.LEFT, True),
-        (1, Doing.STARTING, True),
-        (1, Doing.LOST_A_PEER, False),
+        (-signal.SIGTERM, Activity.TRAINING, False),
+        (1, Activity.LEFT, True),
+        (1, Activity.STARTING, True),
+        (1, Activity.LOST_A_PEER, False),
         (1, None, False),
-        (0, Doing.LEFT, False),
+        (0, Activity.LEFT, False),
     ],
 )
 def test_a_node_is_blamed_for_what_went_wrong_on_it_and_not_for_a_lost_peer(
-    code: int, doing: Doing | None, blamed: bool
+    code: int, doing: Activity | None, blamed: bool
 ) -> None:
     assert is_to_blame(code, None if doing is None else beat(0, doing=doing), signal.SIGTERM) is blamed
 
 
 def test_ranks_that_make_progress_do_not_hang_whatever_the_others_say() -> None:
-    assert not judge({1: beat(T - 1), 2: None, 3: beat(9 * T, doing=Doing.LOST_A_PEER)}, NOW, T).pids
-    assert not judge({1: beat(99 * T, doing=Doing.STARTING)}, NOW, T).pids, "it has promised no iteration"
-    assert not judge({1: beat(99 * T, 99 * T, Doing.LEFT)}, NOW, T).pids
+    assert not judge({1: beat(T - 1), 2: None, 3: beat(9 * T, doing=Activity.LOST_A_PEER)}, NOW, T).pids
+    assert not judge({1: beat(99 * T, doing=Activity.STARTING)}, NOW, T).pids, "it has promised no iteration"
+    assert not judge({1: beat(99 * T, 99 * T, Activity.LEFT)}, NOW, T).pids
 
 
 def test_the_process_that_does_not_even_run_is_ended_and_those_that_wait_for_it_are_not() -> None:
@@ -127,47 +127,47 @@ def test_where_all_processes_run_they_have_half_as_long_again_for_another_node_t
 
 
 def test_a_rank_that_hangs_in_its_first_iteration_after_a_recovery_is_ended_though_it_has_longer_for_it() -> None:
-    back = {1: beat(FIRST * T - 1, doing=Doing.REJOINED), 2: beat(FIRST * T - 1, doing=Doing.REJOINED)}
+    back = {1: beat(FIRST * T - 1, doing=Activity.REJOINED), 2: beat(FIRST * T - 1, doing=Activity.REJOINED)}
     assert not judge(back, NOW, T).pids, "it may have to connect and to compile"
-    back = {1: beat(FIRST * T + 1, doing=Doing.REJOINED), 2: beat(FIRST * T + 1, FIRST * T, Doing.REJOINED)}
+    back = {1: beat(FIRST * T + 1, doing=Activity.REJOINED), 2: beat(FIRST * T + 1, FIRST * T, Activity.REJOINED)}
     hung = judge(back, NOW, T)
     assert (hung.pids, hung.to_kill, hung.silent) == ({1, 2}, {2}, {2})
-    hung = judge({1: beat((FIRST + 0.6) * T, doing=Doing.REJOINED)}, NOW, T)
+    hung = judge({1: beat((FIRST + 0.6) * T, doing=Activity.REJOINED)}, NOW, T)
     assert (hung.to_kill, hung.silent) == ({1}, frozenset())
 
 
-@pytest.mark.parametrize("doing", [Doing.STARTING, Doing.LOADING, Doing.LOST_A_PEER, Doing.REJOINED])
-def test_a_process_that_does_not_run_is_ended_whatever_it_was_doing(doing: Doing) -> None:
-    waiting = beat(T + 1, doing=Doing.LOADING)
+@pytest.mark.parametrize("doing", [Activity.STARTING, Activity.LOADING, Activity.LOST_A_PEER, Activity.REJOINED])
+def test_a_process_that_does_not_run_is_ended_whatever_it_was_doing(doing: Activity) -> None:
+    waiting = beat(T + 1, doing=Activity.LOADING)
     assert not judge({1: waiting, 2: beat(T + 1, T - 1, doing)}, NOW, T).pids
     hung = judge({1: waiting, 2: beat(T + 1, T + 1, doing)}, NOW, T)
     assert hung.pids == hung.to_kill == hung.silent == {2}
 
 
 def test_loading_and_recovering_may_take_a_multiple_of_the_timeout() -> None:
-    assert not judge({1: beat(START * T - 1, doing=Doing.LOADING)}, NOW, T).pids
-    hung = judge({1: beat(START * T + 1, doing=Doing.LOADING)}, NOW, T)
+    assert not judge({1: beat(START * T - 1, doing=Activity.LOADING)}, NOW, T).pids
+    hung = judge({1: beat(START * T + 1, doing=Activity.LOADING)}, NOW, T)
     assert (hung.pids, hung.to_kill) == ({1}, frozenset())
-    assert judge({1: beat((START + 0.6) * T, doing=Doing.LOADING)}, NOW, T).to_kill == {1}
+    assert judge({1: beat((START + 0.6) * T, doing=Activity.LOADING)}, NOW, T).to_kill == {1}
 
 
 def test_ranks_that_wait_in_their_first_iteration_for_one_that_trains_again_outlive_it() -> None:
     stood = 1.6 * T
-    hung = judge({1: beat(stood), 2: beat(stood, doing=Doing.REJOINED)}, NOW, T)
+    hung = judge({1: beat(stood), 2: beat(stood, doing=Activity.REJOINED)}, NOW, T)
     assert hung.pids == hung.to_kill == {1}
 
 
-@given(st.dictionaries(st.integers(1, 8), st.tuples(st.floats(0, 400), st.floats(0, 400), st.sampled_from(Doing))))
+@given(st.dictionaries(st.integers(1, 8), st.tuples(st.floats(0, 400), st.floats(0, 400), st.sampled_from(Activity))))
 def test_only_processes_that_have_to_make_progress_and_stand_still_are_ever_ended(
-    rows: dict[int, tuple[float, float, Doing]],
+    rows: dict[int, tuple[float, float, Activity]],
 ) -> None:
     hung = judge({pid: beat(*row) for pid, row in rows.items()}, NOW, T)
     assert hung.silent <= hung.pids
     assert hung.to_kill <= hung.pids
-    longest = {Doing.TRAINING: T, Doing.REJOINED: FIRST * T, Doing.LOADING: START * T}
+    longest = {Activity.TRAINING: T, Activity.REJOINED: FIRST * T, Activity.LOADING: START * T}
     for pid in hung.pids:
         moved, alive, doing = rows[pid]
-        assert doing is not Doing.LEFT
+        assert doing is not Activity.LEFT
         assert moved > longest.get(doing, math.inf) - 1e-6 or alive > T - 1e-6
 
 
@@ -177,14 +177,14 @@ def test_a_health_check_that_ends_well_lets_the_node_train() -> None:
 
 
 def test_a_health_check_that_fails_makes_the_node_leave_in_one_line() -> None:
-    with pytest.raises(NodeLeaves, match="leaves the job: its health check ended with exit code 3: exit 3") as found:
+    with pytest.raises(NodeExcluded, match="leaves the job: its health check ended with exit code 3: exit 3") as found:
         check_health("exit 3", 10.0)
     assert "\n" not in str(found.value)
 
 
 def test_a_health_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     begun_s = time.monotonic()
-    with pytest.raises(NodeLeaves, match=r"did not end within 0\.5 s"):
+    with pytest.raises(NodeExcluded, match=r"did not end within 0\.5 s"):
         check_health(f"trap '' TERM; sleep 60 & echo $! > {tmp_path}/pid; wait", 0.5)
     assert time.monotonic() - begun_s < 20
     child = Path(f"/proc/{int((tmp_path / 'pid').read_text())}")
@@ -197,15 +197,15 @@ def test_a_launcher_sees_what_its_worker_says(tmp_path: Path) -> None:
     own = Heartbeat(str(tmp_path))
     found = read_beat(tmp_path, os.getpid())
     assert found is not None
-    assert found.doing is Doing.STARTING
+    assert found.doing is Activity.STARTING
     for act, doing in (
-        (own.loads, Doing.LOADING),
-        (own.rejoined, Doing.REJOINED),
-        (own.moved, Doing.TRAINING),
-        (own.rejoined, Doing.TRAINING),  # it has run iterations again
-        (lambda: own.rest(lost_a_peer=True), Doing.LOST_A_PEER),
-        (own.rejoined, Doing.REJOINED),
-        (lambda: own.rest(lost_a_peer=False), Doing.LEFT),
+        (own.loads, Activity.LOADING),
+        (own.rejoined, Activity.REJOINED),
+        (own.moved, Activity.TRAINING),
+        (own.rejoined, Activity.TRAINING),  # it has run iterations again
+        (lambda: own.rest(lost_a_peer=True), Activity.LOST_A_PEER),
+        (own.rejoined, Activity.REJOINED),
+        (lambda: own.rest(lost_a_peer=False), Activity.LEFT),
     ):
         act()
         now = read_beat(tmp_path, os.getpid())
@@ -259,7 +259,7 @@ def test_a_launcher_sees_where_its_worker_is(tmp_path: Path, monkeypatch: pytest
 def test_a_stopped_worker_is_seen_not_to_run_and_one_that_runs_prints_its_stacks(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom moe_ckpt.megatron_core import skip_megatron_core\nskip_megatron_core()\n"
-        "from megatron.core.dist_checkpointing.moe.seats import heartbeat\n"
+        "from megatron.core.dist_checkpointing.moe.standby import heartbeat\n"
         "heartbeat.BEAT_S = 0.05\nheartbeat.Heartbeat(sys.argv[1]).moved()\n"
         "def here_it_stands():\n    print('up', flush=True)\n    time.sleep(60)\nhere_it_stands()\n"
     )
@@ -286,16 +286,16 @@ class Watched:
     HANG_S = 2.0
     CODE = (
         "import os, sys, time\nfrom moe_ckpt.megatron_core import skip_megatron_core\nskip_megatron_core()\n"
-        "from megatron.core.dist_checkpointing.moe.seats import heartbeat\nheartbeat.BEAT_S = 0.05\n"
+        "from megatron.core.dist_checkpointing.moe.standby import heartbeat\nheartbeat.BEAT_S = 0.05\n"
         "def start_reading():\n    print('up', flush=True)\n    open(sys.argv[1]).read()\n"
     )
 
     def __init__(self, what: str, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(careful, "LOOK_S", 0.0)
-        monkeypatch.setattr(careful, "STACKS_S", 0.2)
-        monkeypatch.setattr(CarefulAgent.__mro__[2], "__init__", lambda agent: None)
-        monkeypatch.setattr(CarefulAgent, "_pids", lambda agent: {0: self.process.pid} if self.is_there else {})
-        self.agent = CarefulAgent(hygiene=HygieneOptions(hang_s=self.HANG_S))
+        monkeypatch.setattr(health_agent, "LOOK_S", 0.0)
+        monkeypatch.setattr(health_agent, "STACKS_S", 0.2)
+        monkeypatch.setattr(HealthAgent.__mro__[2], "__init__", lambda agent: None)
+        monkeypatch.setattr(HealthAgent, "_pids", lambda agent: {0: self.process.pid} if self.is_there else {})
+        self.agent = HealthAgent(hygiene=HealthOptions(hang_s=self.HANG_S))
         monkeypatch.setenv(heartbeat.FOLDER, os.environ[heartbeat.FOLDER])
         code = f"{self.CODE}{what}\nstart_reading()\n"
         command = [sys.executable, "-c", code, str(fifo)]
@@ -311,7 +311,7 @@ class Watched:
         """Let the agent look again and again until the process has ended, or for so long; the exit code."""
         until_s = time.monotonic() + for_s
         while self.is_there and time.monotonic() < until_s:
-            self.agent.end_what_hangs()
+            self.agent.kill_hung_ranks()
             time.sleep(0.05)
         return self.process.returncode
 
@@ -353,7 +353,7 @@ def test_a_rank_that_is_stopped_before_its_first_iteration_is_named_and_ended(
 def test_a_rank_that_reads_for_ever_before_its_first_iteration_is_told_of_first_and_ended_at_last(
     watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hygiene, "START", 2.0)
+    monkeypatch.setattr(health_check, "START", 2.0)
     rank = watched("heartbeat.own_heartbeat().loads()")
     with caplog.at_level(logging.WARNING):
         assert rank.watch(60.0) == -signal.SIGKILL
@@ -368,7 +368,7 @@ def test_a_signal_that_comes_twice_does_not_disturb_a_launcher_that_ends(number:
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {one: signal.getsignal(one) for one in handled}
     try:
-        with careful.own_agents(0, parsed()):
+        with health_agent.own_agents(0, parsed()):
             ranks = start_processes("rank", "sleep", {0: ("100",)}, {0: {}}, DefaultLogsSpecs())
             try:
                 with pytest.raises(SignalException):
@@ -387,7 +387,7 @@ def test_the_examples_for_kubernetes_give_the_launcher_options_that_it_takes(nam
     start = text.index("command: [moe-ckpt-run]")
     arguments = re.findall(r"^ +- (--?\S.*|moe-ckpt-pretrain)$", text[start : text.index(" env:", start)], re.MULTILINE)
     options = parse_options(arguments)
-    watched = HygieneOptions.of(options)
+    watched = HealthOptions.of(options)
     assert (watched.strikes, watched.within_s, watched.hang_s) == (3, 600, 900)
     assert (options.nnodes, options.training_script, options.no_python) == ("4", "moe-ckpt-pretrain", True)
     assert "--moe-ckpt-strategy=full" in options.training_script_args

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR
-from megatron.pretrain.quiet_ends import OF_LAUNCHERS
+from megatron.core.dist_checkpointing.moe.standby.channel import DESCRIPTOR
+from megatron.pretrain.exit_noise import OF_LAUNCHERS
 
 ROOT = Path(__file__).parents[3]
 MOE_CKPT = (sys.executable, "-m", "moe_ckpt")
@@ -22,7 +22,7 @@ CLOSED = "nobody reads standard output any more: the job goes on without it\n"
 
 LOGS = """
 import logging, sys, time
-from megatron.pretrain.quiet_ends import outlive_readers
+from megatron.pretrain.exit_noise import outlive_readers
 outlive_readers()
 logging.basicConfig(stream=sys.stdout, level=logging.INFO)
 print("ready", flush=True)
@@ -95,7 +95,7 @@ def test_an_interrupted_command_says_so_in_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [("-c", "from megatron.pretrain.seats.run import main; main()"), ("-m", "megatron.pretrain.launch")],
+    [("-c", "from megatron.pretrain.standby.run import main; main()"), ("-m", "megatron.pretrain.launch")],
     ids=["moe-ckpt-run", "train_cpu.sh"],
 )
 def test_a_launcher_that_is_interrupted_while_torch_is_imported_ends_without_a_word(

@@ -1,4 +1,4 @@
-"""torch's elastic agent, with workers that sit in seats: rendezvous, membership and restarts stay torch's."""
+"""torch's elastic agent, with workers that sit in slots: rendezvous, membership and restarts stay torch's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pretrain.seats.meeting import AgentsMeeting, Place, WorkersPlace
-from megatron.pretrain.seats.process import COPY_S, SeatProcess, let_orphans_go
-from megatron.pretrain.seats.spares import SeatsWord
-from megatron.pretrain.seats.verdict import VerdictAgent
+from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, WorkersStore
+from megatron.pretrain.standby.process import COPY_S, SlotProcess, let_orphans_go
+from megatron.pretrain.standby.spares import StandbyNotice
+from megatron.pretrain.standby.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ KILL_TIMEOUT_S = 30.0
 QUICK_DEATHS = 3
 """So many standbys in a row that die before they are ready mean that none will ever be."""
 READY_S = 30.0
-"""How long seats stay empty for a standby that is about to be ready."""
+"""How long slots stay empty for a standby that is about to be ready."""
 ANSWER_S = 15.0
 """How long a process that is well may take to hear of a lost peer and to put its state aside."""
 
 
-class SeatAgent(VerdictAgent):
-    """Fills the seats of its node: a process that lost a peer keeps its own, and those of the others go to standbys,
+class StandbyAgent(VerdictAgent):
+    """Fills the slots of its node: a process that lost a peer keeps its own, and those of the others go to standbys,
     and to new processes where there are too few.
 
     Args:
@@ -47,14 +47,14 @@ class SeatAgent(VerdictAgent):
     def __init__(self, *arguments: Any, standbys: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._wanted, self._quick_deaths = standbys, 0
-        self._seats: dict[int, SeatProcess] = {}
-        self._standbys: list[SeatProcess] = []
-        self._survivors: dict[str, SeatProcess] = {}
+        self._slots: dict[int, SlotProcess] = {}
+        self._standbys: list[SlotProcess] = []
+        self._survivors: dict[str, SlotProcess] = {}
         self._restarts = self._is_first = False
         self._starts = 0
-        self._place: Place | None = None
-        self._workers: WorkersPlace | None = None
-        self._word = SeatsWord(self._worker_group.spec.rdzv_handler)
+        self._place: NodeRank | None = None
+        self._workers: WorkersStore | None = None
+        self._word = StandbyNotice(self._worker_group.spec.rdzv_handler)
 
     # What the base class asks for.
 
@@ -73,8 +73,8 @@ class SeatAgent(VerdictAgent):
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
         self._is_first = group_rank == 0
-        number = AgentsMeeting(store, group_rank, group_world_size).number(self._place)
-        self._place = Place(number, group_world_size)
+        number = NodeRankAgreement(store, group_rank, group_world_size).number(self._place)
+        self._place = NodeRank(number, group_world_size)
         ranks: list[Any] = super()._assign_worker_ranks(store, number, group_world_size, spec)
         return ranks
 
@@ -83,7 +83,7 @@ class SeatAgent(VerdictAgent):
         assert self._place is not None
         spec = group.spec
         group.group_rank, self._workers = self._place.number, None
-        meeting = AgentsMeeting(group.store, group.group_rank, group.group_world_size)
+        meeting = NodeRankAgreement(group.store, group.group_rank, group.group_world_size)
         own = spec.local_addr or (spec.master_addr if self._is_first else None)
         self._workers = meeting.workers(self._place.number, self._starts, own)
         self._starts = self._workers.start + 1
@@ -98,38 +98,38 @@ class SeatAgent(VerdictAgent):
         self._await_standby(len(environments) - sum(one.exit_code is None for one in survivors.values()))
         # One that is not ready yet was started before, so it is ready sooner than a new process.
         self._standbys.sort(key=lambda standby: not standby.is_ready)
-        for seat, environment in environments.items():
+        for slot, environment in environments.items():
             if (survivor := survivors.pop(_identity(environment), None)) is not None and survivor.exit_code is None:
-                self._seats[seat], how = survivor, "stays"
+                self._slots[slot], how = survivor, "stays"
                 survivor.sit(environment)
             elif self._standbys:
-                self._seats[seat], how = self._standby()
-                self._seats[seat].sit(environment)
+                self._slots[slot], how = self._standby()
+                self._slots[slot].sit(environment)
             else:
-                self._seats[seat], how = self._started(environment), "is new"
-            log.info("rank %s has pid %d, which %s", environment["RANK"], self._seats[seat].pid, how)
+                self._slots[slot], how = self._started(environment), "is new"
+            log.info("rank %s has pid %d, which %s", environment["RANK"], self._slots[slot].pid, how)
         self._end(survivors.values(), signal.SIGTERM, self._shutdown_timeout)  # their ranks are other nodes' now
-        return {seat: process.pid for seat, process in self._seats.items()}
+        return {slot: process.pid for slot, process in self._slots.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._hear()
-        let_orphans_go([process.pid for process in (*self._seats.values(), *self._standbys)])
-        codes = {seat: process.exit_code for seat, process in self._seats.items()}
-        left = {seat: 1 for seat, process in self._seats.items() if process.has_left}
-        if failed := left | {seat: code for seat, code in codes.items() if code}:
+        let_orphans_go([process.pid for process in (*self._slots.values(), *self._standbys)])
+        codes = {slot: process.exit_code for slot, process in self._slots.items()}
+        left = {slot: 1 for slot, process in self._slots.items() if process.has_left}
+        if failed := left | {slot: code for slot, code in codes.items() if code}:
             return RunResult(
                 state=WorkerState.FAILED,
                 failures={
-                    worker_group.workers[seat].global_rank: ProcessFailure(seat, self._seats[seat].pid, code, "<NONE>")
-                    for seat, code in failed.items()
+                    worker_group.workers[slot].global_rank: ProcessFailure(slot, self._slots[slot].pid, code, "<NONE>")
+                    for slot, code in failed.items()
                 },
             )
         if all(code == 0 for code in codes.values()):
             return RunResult(
                 state=WorkerState.SUCCEEDED,
-                return_values={worker_group.workers[seat].global_rank: None for seat in codes},
+                return_values={worker_group.workers[slot].global_rank: None for slot in codes},
             )
-        if all(process.is_training and process.takes_seats for process in self._seats.values()):
+        if all(process.is_training and process.takes_slots for process in self._slots.values()):
             with suppress(DistError):  # it will be told once the store answers again
                 self._word.tell()
             self._refill()
@@ -143,22 +143,22 @@ class SeatAgent(VerdictAgent):
         restarts, self._restarts = self._restarts, False
         if restarts:
             self._survivors = self._those_that_stay(worker_group)
-        ending = [process for process in self._seats.values() if process not in self._survivors.values()]
+        ending = [process for process in self._slots.values() if process not in self._survivors.values()]
         self._end(ending, signal.SIGTERM, self._shutdown_timeout)
-        self._seats = {}
+        self._slots = {}
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)  # its watchdog and health check
         self._wanted = 0
         self._end([*self._standbys, *self._survivors.values()], signal.SIGKILL, KILL_TIMEOUT_S)
-        self._end(self._seats.values(), death_sig, timeout)
-        self._standbys, self._seats, self._survivors = [], {}, {}
+        self._end(self._slots.values(), death_sig, timeout)
+        self._standbys, self._slots, self._survivors = [], {}, {}
 
-    def _those_that_stay(self, group: WorkerGroup) -> dict[str, SeatProcess]:
+    def _those_that_stay(self, group: WorkerGroup) -> dict[str, SlotProcess]:
         """The processes that wait for the next start of training, by their place; waits until they have left."""
-        places = {seat: _identity(environment) for seat, environment in self._environments(group).items()}
+        places = {slot: _identity(environment) for slot, environment in self._environments(group).items()}
         self._hear()
-        staying = {seat: process for seat, process in self._seats.items() if process.stays}
+        staying = {slot: process for slot, process in self._slots.items() if process.stays}
         for process in staying.values():
             if not process.has_left:
                 process.call_off()
@@ -170,7 +170,7 @@ class SeatAgent(VerdictAgent):
                 break
             time.sleep(POLL_S)
             self._hear()
-        return {places[seat]: one for seat, one in staying.items() if one.has_left and one.exit_code is None}
+        return {places[slot]: one for slot, one in staying.items() if one.has_left and one.exit_code is None}
 
     # Processes of this node.
 
@@ -203,14 +203,14 @@ class SeatAgent(VerdictAgent):
             environments[worker.local_rank] = environment
         return environments
 
-    def _started(self, environment: Mapping[str, str], *, idle: bool = False) -> SeatProcess:
-        """A new process, with the seat that this environment tells of, or a standby."""
+    def _started(self, environment: Mapping[str, str], *, idle: bool = False) -> SlotProcess:
+        """A new process, with the slot that this environment tells of, or a standby."""
         spec = self._worker_group.spec
         assert isinstance(spec.entrypoint, str), "the launcher starts a command"
-        return SeatProcess.started([spec.entrypoint, *spec.args], {**os.environ, **environment}, idle=idle)
+        return SlotProcess.started([spec.entrypoint, *spec.args], {**os.environ, **environment}, idle=idle)
 
-    def _standby(self) -> tuple[SeatProcess, str]:
-        """One for a seat, and what it is: a copy where one of those that wait can be copied, which then waits on."""
+    def _standby(self) -> tuple[SlotProcess, str]:
+        """One for a slot, and what it is: a copy where one of those that wait can be copied, which then waits on."""
         for standby in self._standbys:
             if standby.copies:
                 if copy := standby.copy():
@@ -218,10 +218,10 @@ class SeatAgent(VerdictAgent):
                 log.warning("standby %d did not copy itself within %g s", standby.pid, COPY_S)
         return self._standbys.pop(0), "was a standby"
 
-    def _await_standby(self, empty_seats: int) -> None:
-        """Wait for one that will be copied for several seats: it has done a part of what each new process would do."""
+    def _await_standby(self, empty_slots: int) -> None:
+        """Wait for one that will be copied for several slots: it has done a part of what each new process would do."""
         until = time.monotonic() + READY_S
-        while empty_seats > 1 and not any(one.copies for one in self._standbys):
+        while empty_slots > 1 and not any(one.copies for one in self._standbys):
             begun = [one for one in self._standbys if one.will_copy and not one.is_ready]
             if not begun:
                 return
@@ -239,7 +239,7 @@ class SeatAgent(VerdictAgent):
 
     def _refill(self) -> None:
         """Start the standby that is missing; one at a time, and none where they die again and again. One that can be
-        copied is enough for all seats."""
+        copied is enough for all slots."""
         is_settled = self._quick_deaths < QUICK_DEATHS and all(one.is_ready for one in self._standbys)
         if is_settled and len(self._standbys) < self._wanted and not any(one.copies for one in self._standbys):
             run_id = self._worker_group.spec.rdzv_handler.get_run_id()
@@ -250,7 +250,7 @@ class SeatAgent(VerdictAgent):
         self._refill()
 
     def _hear(self) -> None:
-        for process in self._seats.values():
+        for process in self._slots.values():
             process.hear()
             if process.problem and self._wanted:
                 log.error(
@@ -263,7 +263,7 @@ class SeatAgent(VerdictAgent):
                 self._standbys.remove(process)
                 self._note_death(process)
 
-    def _note_death(self, process: SeatProcess) -> None:
+    def _note_death(self, process: SlotProcess) -> None:
         self._quick_deaths = 0 if process.is_ready else self._quick_deaths + 1
         log.warning("standby %d ended with exit code %s while it waited", process.pid, process.exit_code)
         if self._quick_deaths == QUICK_DEATHS:
@@ -271,7 +271,7 @@ class SeatAgent(VerdictAgent):
                 "%d standbys ended before they were ready; lost ranks get new processes from here on", QUICK_DEATHS
             )
 
-    def _end(self, processes: Iterable[SeatProcess], number: signal.Signals, timeout_s: float) -> None:
+    def _end(self, processes: Iterable[SlotProcess], number: signal.Signals, timeout_s: float) -> None:
         """Send a signal to all of them, and SIGKILL to those that take longer to end."""
         ending = [process for process in processes if process.exit_code is None]
         for process in ending:

@@ -1,6 +1,6 @@
-"""A worker without torch: `seat_worker.py FOLDER BEHAVIOUR`.
+"""A worker without torch: `slot_worker.py FOLDER BEHAVIOUR`.
 
-In FOLDER it leaves `ready-PID` once it waits for a seat (`slow copies`: 3 s before, `standby hangs`: for ever), and
+In FOLDER it leaves `ready-PID` once it waits for a slot (`slow copies`: 3 s before, `standby hangs`: for ever), and
 `ATTEMPT-RANK` with its pid once it sits, and whether it has done what standbys do before. The last rank of the first
 attempt kills itself, when as many standbys as BEHAVIOUR says are ready; the second attempt ends well, but with `copies`
 only the third. With `spare` ranks train until FOLDER has `lost`, and end well from then on.
@@ -16,7 +16,7 @@ from moe_ckpt.megatron_core import skip_megatron_core
 
 skip_megatron_core()
 
-from megatron.core.dist_checkpointing.moe.seats import channel, seat  # noqa: E402
+from megatron.core.dist_checkpointing.moe.standby import channel, slot  # noqa: E402
 
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
 WAIT_S = 60
@@ -33,20 +33,20 @@ def warmed_up() -> None:
 
 
 if behaviour == "another release":
-    channel.VERSION = seat.VERSION = 99
-if behaviour != "no seats":
-    seat.take_seat(warmed_up, copies=behaviour in ("copies", "slow copies", "standby hangs", "spare"))
+    channel.VERSION = slot.VERSION = 99
+if behaviour != "no slots":
+    slot.wait_for_rank(warmed_up, copies=behaviour in ("copies", "slow copies", "standby hangs", "spare"))
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
 (folder / f"{attempt}-{rank}").write_text(f"{os.getpid()} {is_warm}")
 if behaviour == "spare":
-    seat.own_seat().training()
+    slot.own_slot().training()
     until = time.monotonic() + WAIT_S
     while not (folder / "lost").exists() and time.monotonic() < until:
         time.sleep(0.02)
 elif attempt == "0" or (behaviour == "copies" and attempt == "1"):
-    if behaviour != "no seats":
-        seat.own_seat().training()
-    wanted = {"two standbys": 2, "standbys die": 3, "any": 0, "no seats": 0, "another release": 0}.get(behaviour, 1)
+    if behaviour != "no slots":
+        slot.own_slot().training()
+    wanted = {"two standbys": 2, "standbys die": 3, "any": 0, "no slots": 0, "another release": 0}.get(behaviour, 1)
     until = time.monotonic() + WAIT_S
     while rank == 0 or len(list(folder.glob("ready-*"))) < wanted:
         if time.monotonic() > until:

@@ -15,43 +15,43 @@ from pathlib import Path
 
 import psutil
 
-from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
+from megatron.core.dist_checkpointing.moe.standby.channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 
 COPY_S = 5.0
 """How long a standby may take to copy itself, which takes it some hundredths of a second."""
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
-class SeatProcess:
-    """A process of the training script, waiting for a seat or in one.
+class SlotProcess:
+    """A process of the training script, waiting for a slot or in one.
 
     Attributes:
         pid: Its number.
         is_ready: It has done all that does not depend on a rank.
-        is_training: It has a seat, and trains iterations that are new.
-        stays: It keeps its seat when it loses a peer.
+        is_training: It has a slot, and trains iterations that are new.
+        stays: It keeps its slot when it loses a peer.
         has_left: It has lost a peer, and waits for the rank that it gets next.
-        takes_seats: Its script knows of seats.
-        will_copy: It has said that it can be copied for each seat once it is ready.
+        takes_slots: Its script knows of slots.
+        will_copy: It has said that it can be copied for each slot once it is ready.
         copies: It is ready, and can be copied.
-        problem: Why it cannot be seated; empty if it can.
+        problem: Why it cannot be assigned; empty if it can.
     """
 
     def __init__(self, process: psutil.Process, channel: Channel, *, is_idle: bool = False) -> None:
         self._process, self._channel, self._is_idle = process, channel, is_idle
         self.pid = process.pid
-        self.is_ready = self.is_training = self.takes_seats = self.stays = self.has_left = False
+        self.is_ready = self.is_training = self.takes_slots = self.stays = self.has_left = False
         self.will_copy = self.copies = False
         self.problem = ""
 
     @classmethod
-    def started(cls, command: Sequence[str], environment: Mapping[str, str], *, idle: bool) -> SeatProcess:
+    def started(cls, command: Sequence[str], environment: Mapping[str, str], *, idle: bool) -> SlotProcess:
         """A new one.
 
         Args:
             command: The training script and its arguments.
             environment: All variables of the process.
-            idle: Run only where nothing else wants to, until it has a seat; as ever where the system would not undo
+            idle: Run only where nothing else wants to, until it has a slot; as ever where the system would not undo
                 that.
         """
         here, there = socket.socketpair()
@@ -63,7 +63,7 @@ class SeatProcess:
             os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         return cls(process, Channel(here), is_idle=is_idle)
 
-    def copy(self) -> SeatProcess | None:
+    def copy(self) -> SlotProcess | None:
         """A copy of this standby, which waits as it does; None where there is none within `COPY_S`."""
         self.hurry()  # it sleeps from here on, but for the moments that a copy takes
         here, there = socket.socketpair()
@@ -74,7 +74,7 @@ class SeatProcess:
             there.close()
             while (left_s := until - time.monotonic()) > 0:
                 for message in channel.receive(left_s):
-                    copy = SeatProcess(psutil.Process(message["pid"]), channel)
+                    copy = SlotProcess(psutil.Process(message["pid"]), channel)
                     copy._note(message)
                     return copy
         channel.close()
@@ -100,8 +100,8 @@ class SeatProcess:
 
     def _note(self, message: Message) -> None:
         if "version" in message:
-            self.takes_seats = message["version"] == VERSION
-            if not self.takes_seats:
+            self.takes_slots = message["version"] == VERSION
+            if not self.takes_slots:
                 self.problem = f"it takes version {message['version']} of messages, and this launcher has {VERSION}"
         self.is_ready = self.is_ready or "ready" in message
         self.is_training = self.is_training or "training" in message
@@ -114,10 +114,10 @@ class SeatProcess:
         """Tell it its rank; it starts training. Its end, if it has ended, is seen by `exit_code`."""
         self.hurry()
         self.has_left = self.is_training = False
-        self._say({"seat": dict(environment)})
+        self._say({"slot": dict(environment)})
 
     def call_off(self) -> None:
-        """Tell it that training begins anew: it lets go of other ranks and leaves its seat, to wait for the next."""
+        """Tell it that training begins anew: it lets go of other ranks and leaves its slot, to wait for the next."""
         self._say({"leave": True})
 
     def _say(self, message: Message) -> None:

@@ -16,7 +16,7 @@ from ..errors import StoreFailure
 from ..policy.lineage import Lineage
 from ..ports import Json, Manifest, SnapshotId, Store, Transport
 from ..resharding.generation import LiveLayout
-from ..resharding.store import NoStorage, OlderWindow, ReshardingStore
+from ..resharding.store import NoStorage, PreviousWindow, ReshardingStore
 from ..resharding.survivors import SurvivingMemory
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
@@ -25,7 +25,7 @@ from .process_info import ProcessInfo
 log = logging.getLogger(__name__)
 
 
-class OlderLayout:
+class PreviousLayout:
     """Of one rank; making it is a collective over all of them.
 
     Args:
@@ -67,14 +67,14 @@ class OlderLayout:
         self._storage.use_memory(self._surviving)
 
     @property
-    def window(self) -> OlderWindow | None:
-        """As `ReshardingStore.older_window`."""
-        return self._storage.older_window() if self._storage is not None else None
+    def window(self) -> PreviousWindow | None:
+        """As `ReshardingStore.previous_window`."""
+        return self._storage.previous_window() if self._storage is not None else None
 
     def copy_to(self, folder: Path) -> None:
-        """Copy what other layouts left to a folder, as `ReshardingStore.copy_older`. Raises StoreFailure."""
+        """Copy what other layouts left to a folder, as `ReshardingStore.copy_previous`. Raises StoreFailure."""
         if self._storage is not None:
-            self._storage.copy_older(FilesystemStore(folder, 0))
+            self._storage.copy_previous(FilesystemStore(folder, 0))
 
     @property
     def storage(self) -> Store | None:

@@ -11,7 +11,7 @@ _STRIKES = re.compile(r"([1-9]\d{0,5})/(\d+(?:\.\d+)?)([smh]?)")
 
 
 @dataclass(frozen=True)
-class HygieneOptions:
+class HealthOptions:
     """What the launcher of a node watches for.
 
     strikes: failures of the node's own ranks within `within_s` seconds after which it leaves; 0: never. health_check:
@@ -57,7 +57,7 @@ class HygieneOptions:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> HygieneOptions:
+    def of(cls, options: argparse.Namespace) -> HealthOptions:
         """What these flags were given."""
         strikes, within_s = options.strikes
         return cls(strikes, within_s, options.health_check, options.health_timeout, options.hang_timeout)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 2
-"""Of the messages; a launcher does not seat a worker that speaks another."""
+"""Of the messages; a launcher does not slot a worker that speaks another."""
 DESCRIPTOR = "MOE_CKPT_SEAT"
 """Environment variable with the number of the worker's descriptor."""
 LAUNCHER_VERSION = "MOE_CKPT_SEAT_VERSION"
@@ -66,7 +66,7 @@ class Channel:
             if not part:
                 if b"\n" in self._text:
                     break  # first what was said
-                raise ConnectionResetError("the other end of the seat's socket is closed")
+                raise ConnectionResetError("the other end of the slot's socket is closed")
             self._text += part
         *lines, self._text = self._text.split(b"\n")
         return [json.loads(line) for line in lines]
@@ -76,7 +76,7 @@ class Channel:
         self._connection.close()
 
 
-# Standbys that are copied: a process that has everything ready is forked for each seat that has to be filled.
+# Standbys that are copied: a process that has everything ready is forked for each slot that has to be filled.
 
 ADOPTED_S = 5.0
 """How long the launcher may take to become the parent of a copy; the system does that as the process between ends."""

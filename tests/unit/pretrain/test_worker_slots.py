@@ -1,4 +1,4 @@
-"""Seats: who takes which, and what launcher and worker say to each other."""
+"""Slots: who takes which, and what launcher and worker say to each other."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
-from megatron.core.dist_checkpointing.moe.seats import channel
-from megatron.core.dist_checkpointing.moe.seats import seat as seat_module
-from megatron.core.dist_checkpointing.moe.seats.channel import DESCRIPTOR, VERSION, Channel
-from megatron.core.dist_checkpointing.moe.seats.channel import LAUNCHER_VERSION as VERSION_OF
-from megatron.core.dist_checkpointing.moe.seats.seat import Seat
+from megatron.core.dist_checkpointing.moe.standby import channel
+from megatron.core.dist_checkpointing.moe.standby import slot as slot_module
+from megatron.core.dist_checkpointing.moe.standby.channel import DESCRIPTOR, VERSION, Channel
+from megatron.core.dist_checkpointing.moe.standby.channel import LAUNCHER_VERSION as VERSION_OF
+from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
-from megatron.pretrain.seats import process as process_module
-from megatron.pretrain.seats.meeting import AgentsMeeting, Place, settled, workers_store
-from megatron.pretrain.seats.process import SeatProcess, may_leave_idle_class
-from megatron.pretrain.seats.run import parse_options
+from megatron.pretrain.standby import process as process_module
+from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
+from megatron.pretrain.standby.process import SlotProcess, may_leave_idle_class
+from megatron.pretrain.standby.run import parse_options
 
 Ends = tuple[Channel, socket.socket]
 
@@ -45,16 +45,16 @@ def ends() -> Iterator[Ends]:
         yield Channel(one), other
         other.close()
         for thread in threading.enumerate():
-            if thread.name == "moe-ckpt-seat":
-                thread.join(5.0)  # a seat that listens to its launcher ends with it
+            if thread.name == "moe-ckpt-slot":
+                thread.join(5.0)  # a slot that listens to its launcher ends with it
 
 
 def test_a_message_that_comes_in_pieces_is_one_message(ends: Ends) -> None:
     channel, other = ends
-    other.sendall(b'{"seat": {"RA')
+    other.sendall(b'{"slot": {"RA')
     assert channel.receive() == []
     other.sendall(b'NK": "3"}}\n{"ready": true}\n')
-    assert channel.receive(1.0) == [{"seat": {"RANK": "3"}}, {"ready": True}]
+    assert channel.receive(1.0) == [{"slot": {"RANK": "3"}}, {"ready": True}]
 
 
 def test_a_process_with_many_open_files_is_heard_too() -> None:
@@ -73,12 +73,12 @@ def test_what_was_said_before_the_other_end_was_gone_is_heard(ends: Ends) -> Non
         channel.receive(1.0)
 
 
-def test_a_process_without_a_launcher_with_seats_has_its_rank_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_launcher_with_slots_has_its_rank_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DESCRIPTOR, raising=False)
-    seat = Seat.from_environment()
-    seat.take(lambda: pytest.fail("there is nothing to wait for"))
-    seat.training()
-    assert seat.taken_s is None
+    slot = WorkerSlot.from_environment()
+    slot.take(lambda: pytest.fail("there is nothing to wait for"))
+    slot.training()
+    assert slot.taken_s is None
 
 
 def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
@@ -87,20 +87,20 @@ def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
     channel, other = ends
     launcher = Channel(other)
     monkeypatch.delenv("RANK", raising=False)
-    seat, done = Seat(channel), []
+    slot, done = WorkerSlot(channel), []
 
     def warm_up() -> None:
         done.append("warm")
-        launcher.send({"seat": {"RANK": "3", "WORLD_SIZE": "4"}})
+        launcher.send({"slot": {"RANK": "3", "WORLD_SIZE": "4"}})
 
     with monkeypatch.context() as scratch:
         scratch.setattr(os, "environ", dict(os.environ))
-        seat.take(warm_up, copies=False)
+        slot.take(warm_up, copies=False)
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
-    seat.training()
-    seat.training()
+    slot.training()
+    slot.training()
     assert done == ["warm"]
-    assert seat.taken_s is not None
+    assert slot.taken_s is not None
     ready = {"version": VERSION, "pid": os.getpid(), "ready": True, "copies": False}
     begun = {"version": VERSION, "will_copy": False}
     assert launcher.receive(1.0) == [begun, ready, {"training": True}]
@@ -110,7 +110,7 @@ def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.
     channel, other = ends
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ending:
-        Seat(channel).take(other.close)
+        WorkerSlot(channel).take(other.close)
     assert not ending.value.code
 
 
@@ -118,10 +118,10 @@ def test_a_rank_whose_launcher_is_gone_trains_on(ends: Ends, monkeypatch: pytest
     channel, other = ends
     monkeypatch.setenv("RANK", "0")
     other.close()
-    seat = Seat(channel)
-    seat.take()
-    seat.training()
-    assert seat.taken_s is None
+    slot = WorkerSlot(channel)
+    slot.take()
+    slot.training()
+    assert slot.taken_s is None
 
 
 def test_a_negative_number_of_standbys_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,8 +131,8 @@ def test_a_negative_number_of_standbys_is_refused(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.skipif(not may_leave_idle_class(), reason="this user's processes cannot leave the class for idle time")
-def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_seat() -> None:
-    standby = SeatProcess.started([sys.executable, "-c", "input()"], os.environ, idle=True)
+def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_slot() -> None:
+    standby = SlotProcess.started([sys.executable, "-c", "input()"], os.environ, idle=True)
     try:
         assert os.sched_getscheduler(standby.pid) == os.SCHED_IDLE
         standby.sit({"RANK": "0"})
@@ -147,7 +147,7 @@ def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_seat() -> Non
 def test_a_standby_that_does_not_answer_is_not_copied(does: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "COPY_S", 0.1)
     monkeypatch.setattr(process_module, "adopt_orphans", lambda: None)  # else this process does, for ever
-    standby = SeatProcess.started([sys.executable, "-c", f"import sys, time; {does}"], os.environ, idle=False)
+    standby = SlotProcess.started([sys.executable, "-c", f"import sys, time; {does}"], os.environ, idle=False)
     try:
         assert standby.copy() is None
     finally:
@@ -160,7 +160,7 @@ def test_a_standby_is_not_copied_where_the_system_lets_nobody_adopt_orphans(monk
         raise PermissionError("prctl")
 
     monkeypatch.setattr(process_module, "adopt_orphans", refused)
-    standby = SeatProcess.started([sys.executable, "-c", "input()"], os.environ, idle=False)
+    standby = SlotProcess.started([sys.executable, "-c", "input()"], os.environ, idle=False)
     try:
         assert standby.copy() is None
     finally:
@@ -169,7 +169,7 @@ def test_a_standby_is_not_copied_where_the_system_lets_nobody_adopt_orphans(monk
 
 
 def test_a_process_with_a_thread_beside_its_own_is_not_copied() -> None:
-    script = "import threading; from megatron.core.dist_checkpointing.moe.seats.channel import may_be_copied as may; "
+    script = "import threading; from megatron.core.dist_checkpointing.moe.standby.channel import may_be_copied as may; "
     script += "print(may()); threading.Thread(target=threading.Event().wait, daemon=True).start(); print(may())"
     script = f"from moe_ckpt.megatron_core import skip_megatron_core; skip_megatron_core(); {script}"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -197,7 +197,7 @@ def test_where_there_is_a_gpu_nobody_waits_for_a_standby_to_be_copied(
 def test_ends_of_adopted_processes_are_noted_and_those_of_own_ones_left_to_who_asks() -> None:
     script = """
 import os, subprocess, sys, time
-from megatron.pretrain.seats.process import adopt_orphans, let_orphans_go
+from megatron.pretrain.standby.process import adopt_orphans, let_orphans_go
 def ended(pid): return open(f"/proc/{pid}/stat").read().split(")")[1].split()[0] == "Z"
 adopt_orphans()
 orphan = int(subprocess.run(["sh", "-c", "sleep 0.1 >&2 & echo $!"], stdout=-1).stdout)
@@ -217,30 +217,30 @@ print(os.path.exists(f"/proc/{orphan}"))
 
 def test_flags_of_the_loop_are_read_once_the_process_has_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(flags, "take_seat", lambda: taken.append("a seat"))
+    monkeypatch.setattr(flags, "wait_for_rank", lambda: taken.append("a slot"))
     flags.arguments(argparse.ArgumentParser())
-    assert taken == ["a seat"]
+    assert taken == ["a slot"]
 
 
-def kept_seat(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[Seat, Channel, list[str]]:
-    """A seat whose launcher keeps survivors, the launcher's end, and what was hung up."""
+def kept_slot(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSlot, Channel, list[str]]:
+    """A slot whose launcher keeps survivors, the launcher's end, and what was hung up."""
     hung_up: list[str] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    seat, launcher = Seat(ends[0], may_stay=True), Channel(ends[1])
-    seat.keep(lambda: hung_up.append("all"))
-    return seat, launcher, hung_up
+    slot, launcher = WorkerSlot(ends[0], may_stay=True), Channel(ends[1])
+    slot.keep(lambda: hung_up.append("all"))
+    return slot, launcher, hung_up
 
 
 def test_a_rank_that_lost_a_peer_leaves_and_takes_the_rank_that_it_is_told(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
-    seat.training()
-    launcher.send({"seat": {"RANK": "1", "MASTER_PORT": "7"}})
-    seat.leave(5.0)
+    slot, launcher, hung_up = kept_slot(ends, monkeypatch)
+    slot.training()
+    launcher.send({"slot": {"RANK": "1", "MASTER_PORT": "7"}})
+    slot.leave(5.0)
     assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", "7")
-    assert seat.taken_s is not None
-    seat.training()
+    assert slot.taken_s is not None
+    slot.training()
     assert launcher.receive(1.0) == [{"stays": True}, {"training": True}, {"left": True}, {"training": True}]
     assert not hung_up
 
@@ -248,43 +248,43 @@ def test_a_rank_that_lost_a_peer_leaves_and_takes_the_rank_that_it_is_told(
 def test_a_rank_that_waits_for_others_hangs_up_when_its_launcher_calls_it_off(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
+    slot, launcher, hung_up = kept_slot(ends, monkeypatch)
     launcher.send({"leave": True})
     until = time.monotonic() + 5
     while not hung_up and time.monotonic() < until:
         time.sleep(0.01)
-    assert seat.is_called_off
-    launcher.send({"seat": {"RANK": "1"}})
-    seat.leave(5.0)
+    assert slot.is_called_off
+    launcher.send({"slot": {"RANK": "1"}})
+    slot.leave(5.0)
     assert hung_up == ["all"]
-    assert not seat.is_called_off
+    assert not slot.is_called_off
 
 
-def test_a_seat_that_is_called_off_before_it_is_taken_is_given_back_for_the_next(
+def test_a_slot_that_is_called_off_before_it_is_taken_is_given_back_for_the_next(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
+    slot, launcher, hung_up = kept_slot(ends, monkeypatch)
 
     def another_is_lost() -> None:
-        launcher.send({"seat": {"RANK": "1", "MASTER_PORT": "7"}})
+        launcher.send({"slot": {"RANK": "1", "MASTER_PORT": "7"}})
         launcher.send({"leave": True})
         until = time.monotonic() + 5
         while not hung_up and time.monotonic() < until:
             time.sleep(0.01)
-        assert seat.is_called_off
+        assert slot.is_called_off
         assert launcher.receive(1.0) == [{"stays": True}, {"left": True}, {"left": True}]
-        launcher.send({"seat": {"RANK": "2", "MASTER_PORT": "8"}})
+        launcher.send({"slot": {"RANK": "2", "MASTER_PORT": "8"}})
 
-    seat.leave(5.0, meanwhile=another_is_lost)
+    slot.leave(5.0, meanwhile=another_is_lost)
     assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("2", "8")
-    assert not seat.is_called_off
+    assert not slot.is_called_off
 
 
-def test_a_seat_that_is_called_off_while_it_is_taken_stays_called_off(
+def test_a_slot_that_is_called_off_while_it_is_taken_stays_called_off(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat, launcher, hung_up = kept_seat(ends, monkeypatch)
-    launcher.send({"seat": {"RANK": "1"}})
+    slot, launcher, hung_up = kept_slot(ends, monkeypatch)
+    launcher.send({"slot": {"RANK": "1"}})
 
     def slowly() -> float:
         launcher.send({"leave": True})
@@ -293,22 +293,22 @@ def test_a_seat_that_is_called_off_while_it_is_taken_stays_called_off(
             time.sleep(0.01)
         return 7.0
 
-    monkeypatch.setattr(seat_module, "since_boot_s", slowly)
-    seat.leave(5.0)
-    assert seat.is_called_off
+    monkeypatch.setattr(slot_module, "since_boot_s", slowly)
+    slot.leave(5.0)
+    assert slot.is_called_off
 
 
 def test_a_rank_whose_launcher_does_not_answer_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    seat, _, _ = kept_seat(ends, monkeypatch)
+    slot, _, _ = kept_slot(ends, monkeypatch)
     with pytest.raises(PeerLost, match=r"waited 0\.1 s for its launcher"):
-        seat.leave(0.1)
+        slot.leave(0.1)
 
 
 def test_a_rank_whose_launcher_has_ended_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    seat, _, _ = kept_seat(ends, monkeypatch)
+    slot, _, _ = kept_slot(ends, monkeypatch)
     ends[1].close()
     with pytest.raises(PeerLost, match="has ended"):
-        seat.leave(5.0)
+        slot.leave(5.0)
 
 
 @pytest.mark.parametrize("version", [None, "1"])
@@ -318,11 +318,11 @@ def test_a_launcher_of_another_release_keeps_nobody(version: str | None, monkeyp
         monkeypatch.setattr(
             os, "environ", {DESCRIPTOR: str(there.detach())} | ({VERSION_OF: version} if version else {})
         )
-        assert not Seat.from_environment().may_stay
+        assert not WorkerSlot.from_environment().may_stay
 
 
-@given(st.lists(st.none() | st.builds(Place, st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=5))
-def test_nodes_keep_their_numbers_where_they_can_and_each_gets_one(found: list[Place | None]) -> None:
+@given(st.lists(st.none() | st.builds(NodeRank, st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=5))
+def test_nodes_keep_their_numbers_where_they_can_and_each_gets_one(found: list[NodeRank | None]) -> None:
     nodes = len(found)
     numbers = settled(found, nodes)
     assert sorted(numbers) == list(range(nodes))
@@ -354,13 +354,14 @@ def test_nodes_that_meet_again_look_often_and_then_as_seldom_as_torchrun() -> No
 
 def test_agents_of_two_nodes_agree_on_numbers_and_on_where_their_workers_meet() -> None:
     store = HashStore()
-    had = {0: None, 1: Place(0, 2)}  # a spare, which came first, and the node that had been the first one
+    had = {0: None, 1: NodeRank(0, 2)}  # a spare, which came first, and the node that had been the first one
     with ThreadPoolExecutor() as agents:
-        numbers = list(agents.map(lambda index: AgentsMeeting(store, index, 2).number(had[index]), range(2)))
+        numbers = list(agents.map(lambda index: NodeRankAgreement(store, index, 2).number(had[index]), range(2)))
         assert numbers == [1, 0]
         places = list(
             agents.map(
-                lambda one: AgentsMeeting(store, one[0], 2).workers(one[1], 3 * one[1], "localhost"), enumerate(numbers)
+                lambda one: NodeRankAgreement(store, one[0], 2).workers(one[1], 3 * one[1], "localhost"),
+                enumerate(numbers),
             )
         )
     assert {(place.address, place.port, place.start) for place in places} == {("localhost", places[1].port, 3)}

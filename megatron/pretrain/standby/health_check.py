@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import Beat, Doing
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, HeartbeatReading
 
 GRACE = 0.5
 """How much longer than the timeout processes may stand that all run: what they wait for may be ended elsewhere."""
@@ -21,7 +21,7 @@ SILENT_S = 5.0
 """A process that trains says once a second that it runs; one that has not for so long, does not."""
 
 
-class Strikes:
+class FailureCounter:
     """The failures of one node: `most` of them within `within_s` seconds are too many; `most` 0: never."""
 
     def __init__(self, most: int, within_s: float) -> None:
@@ -41,7 +41,7 @@ class Strikes:
         return 0 < self._most <= len(self._times_s)
 
 
-def is_to_blame(exit_code: int, beat: Beat | None, told_to_end: int) -> bool:
+def is_to_blame(exit_code: int, beat: HeartbeatReading | None, told_to_end: int) -> bool:
     """Whether a process that ended did so by a fault of its own, or of its node.
 
     One that ended by a signal that nobody but the system sends did; one that left with an error where it did not say
@@ -54,10 +54,10 @@ def is_to_blame(exit_code: int, beat: Beat | None, told_to_end: int) -> bool:
     """
     if exit_code < 0:
         return exit_code != -told_to_end
-    return exit_code != 0 and beat is not None and beat.doing is not Doing.LOST_A_PEER
+    return exit_code != 0 and beat is not None and beat.doing is not Activity.LOST_A_PEER
 
 
-class Hung(NamedTuple):
+class HungRanks(NamedTuple):
     """pids: processes that stand still. to_kill: those that have to be ended now. silent: of these, those that do not
     even run, which is why the others stand."""
 
@@ -66,7 +66,7 @@ class Hung(NamedTuple):
     silent: frozenset[int] = frozenset()
 
 
-def judge(beats: Mapping[int, Beat | None], now_s: float, hang_s: float) -> Hung:
+def judge(beats: Mapping[int, HeartbeatReading | None], now_s: float, hang_s: float) -> HungRanks:
     """Which processes of a node hang, by what each said last.
 
     A process that trains and has not moved for `hang_s` stands still, or for `FIRST` times that in the first iteration
@@ -80,11 +80,11 @@ def judge(beats: Mapping[int, Beat | None], now_s: float, hang_s: float) -> Hung
         now_s: The time now, of the clock of beats.
         hang_s: Seconds without a trained iteration that are too long.
     """
-    may_take_s = {Doing.TRAINING: hang_s, Doing.REJOINED: FIRST * hang_s, Doing.LOADING: START * hang_s}
-    due = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing is not Doing.LEFT}
+    may_take_s = {Activity.TRAINING: hang_s, Activity.REJOINED: FIRST * hang_s, Activity.LOADING: START * hang_s}
+    due = {pid: beat for pid, beat in beats.items() if beat is not None and beat.doing is not Activity.LEFT}
     over_s = {pid: now_s - beat.moved_s - may_take_s.get(beat.doing, math.inf) for pid, beat in due.items()}
     quiet_s = {pid: now_s - beat.alive_s for pid, beat in due.items()}
     stood = {pid for pid in due if over_s[pid] > 0 or quiet_s[pid] > hang_s}
     silent = frozenset(pid for pid in stood if quiet_s[pid] > min(SILENT_S, hang_s))
     late = frozenset(pid for pid in stood if over_s[pid] > GRACE * hang_s)
-    return Hung(frozenset(stood), silent or late, silent)
+    return HungRanks(frozenset(stood), silent or late, silent)

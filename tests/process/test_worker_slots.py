@@ -1,4 +1,4 @@
-"""Launchers with standbys: who takes the seats of ranks that are lost, on real processes."""
+"""Launchers with standbys: who takes the slots of ranks that are lost, on real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from world import HANG_TIMEOUT_S, ROOT, free_port
 
 from megatron.pretrain.bound_store import bound_store
 
-WORKER = Path(__file__).with_name("seat_worker.py")
+WORKER = Path(__file__).with_name("slot_worker.py")
 
 
 Jobs = Callable[..., tuple[Path, subprocess.CompletedProcess[str]]]
@@ -33,7 +33,7 @@ def run_workers(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
     @cache
     def run(behaviour: str, standbys: int) -> tuple[Path, subprocess.CompletedProcess[str]]:
-        folder = tmp_path_factory.mktemp("seats")
+        folder = tmp_path_factory.mktemp("slots")
         return folder, _run_workers(folder, behaviour, standbys)
 
     return run
@@ -43,7 +43,7 @@ LAUNCHER = """
 import sys
 from moe_ckpt.megatron_core import skip_megatron_core
 skip_megatron_core()
-from megatron.pretrain.seats import agent, run
+from megatron.pretrain.standby import agent, run
 agent.READY_S = 10
 run.main(sys.argv[1:])
 """
@@ -64,43 +64,43 @@ def sitting(folder: Path, attempt: int) -> list[int]:
 
 
 def standbys(folder: Path) -> set[int]:
-    """The pids of processes that waited for a seat."""
+    """The pids of processes that waited for a slot."""
     return {int(path.name.removeprefix("ready-")) for path in folder.glob("ready-*")}
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "number", "seated"),
+    ("behaviour", "number", "assigned"),
     [
         ("two standbys", 2, 2),
         pytest.param("one standby", 1, 1, marks=pytest.mark.full),
         pytest.param("standbys die", 2, 0, marks=pytest.mark.ci),
-        pytest.param("no seats", 2, 0, marks=pytest.mark.ci),
+        pytest.param("no slots", 2, 0, marks=pytest.mark.ci),
         pytest.param("any", 0, 0, marks=pytest.mark.full),
     ],
 )
-def test_after_a_loss_standbys_take_the_seats_and_new_processes_those_that_are_left(
-    behaviour: str, number: int, seated: int, run_workers: Jobs
+def test_after_a_loss_standbys_take_the_slots_and_new_processes_those_that_are_left(
+    behaviour: str, number: int, assigned: int, run_workers: Jobs
 ) -> None:
     folder, ended = run_workers(behaviour, number)
     assert ended.returncode == 0, ended.stderr
     before, after = sitting(folder, 0), sitting(folder, 1)
     assert not {*before} & {*after}
-    assert len({*after} & standbys(folder)) == seated, (after, standbys(folder), ended.stderr)
+    assert len({*after} & standbys(folder)) == assigned, (after, standbys(folder), ended.stderr)
 
 
 @pytest.mark.ci
-def test_one_standby_that_can_be_copied_is_enough_for_all_seats_and_all_losses(run_workers: Jobs) -> None:
+def test_one_standby_that_can_be_copied_is_enough_for_all_slots_and_all_losses(run_workers: Jobs) -> None:
     folder, ended = run_workers("copies", 2)
     assert ended.returncode == 0, ended.stderr
     (standby,) = standbys(folder)
     pids = {attempt: sitting(folder, attempt) for attempt in range(3)}
-    assert len({standby, *pids[0], *pids[1], *pids[2]}) == 7, "each seat of each attempt has a process of its own"
+    assert len({standby, *pids[0], *pids[1], *pids[2]}) == 7, "each slot of each attempt has a process of its own"
     warm = [(folder / f"{attempt}-{rank}").read_text().endswith("True") for attempt in range(3) for rank in range(2)]
     assert warm == [False, False, True, True, True, True]
 
 
 @pytest.mark.ci
-def test_seats_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_copied(run_workers: Jobs) -> None:
+def test_slots_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_copied(run_workers: Jobs) -> None:
     folder, ended = run_workers("slow copies", 1)
     assert ended.returncode == 0, ended.stderr
     assert [(folder / f"1-{rank}").read_text().endswith("True") for rank in range(2)] == [True, True]
@@ -108,7 +108,7 @@ def test_seats_stay_empty_for_a_standby_that_is_about_to_be_ready_and_will_be_co
 
 
 @pytest.mark.ci
-def test_a_standby_that_hangs_is_killed_and_its_seats_get_new_processes(run_workers: Jobs) -> None:
+def test_a_standby_that_hangs_is_killed_and_its_slots_get_new_processes(run_workers: Jobs) -> None:
     folder, ended = run_workers("standby hangs", 1)
     assert ended.returncode == 0, ended.stderr
     assert "is not ready after 10 s, and is killed" in ended.stderr
@@ -117,12 +117,12 @@ def test_a_standby_that_hangs_is_killed_and_its_seats_get_new_processes(run_work
 
 
 @pytest.mark.ci
-def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_for_all_its_seats(
+def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_for_all_its_slots(
     tmp_path: Path,
 ) -> None:
     store = bound_store("127.0.0.1")
     with agent(tmp_path, store.port) as first:
-        before = {first.pid, *until(lambda: len(seated(tmp_path)) == 2 and seated(tmp_path))}
+        before = {first.pid, *until(lambda: len(assigned(tmp_path)) == 2 and assigned(tmp_path))}
         with agent(tmp_path, store.port) as spare:
             (standby,) = until(lambda: standbys(tmp_path) & {one.pid for one in psutil.Process(spare.pid).children()})
             (tmp_path / "lost").touch()
@@ -134,7 +134,7 @@ def test_the_standby_of_a_spare_node_is_ready_before_a_node_is_lost_and_copied_f
     assert len({standby, *before, *(int(pid) for pid, _ in found)}) == 6
 
 
-def seated(folder: Path) -> list[int]:
+def assigned(folder: Path) -> list[int]:
     """The pids of the ranks that sit."""
     return [int(text.split()[0]) for path in folder.glob("0-*") if (text := path.read_text())]
 
@@ -151,7 +151,15 @@ def until(done: Callable[[], Any]) -> Any:
 @contextmanager
 def agent(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """A node of a job that one node trains at a time."""
-    command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", "1", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.pretrain.standby.run",
+        "--moe-ckpt-standbys",
+        "1",
+        "--nproc-per-node",
+        "2",
+    ]
     command += f"--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id {folder.name}".split()
     command += ["--rdzv-conf", "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3", "--monitor-interval", "0.05"]
     with subprocess.Popen([*command, str(WORKER), str(folder), "spare"], cwd=ROOT) as process:
@@ -159,7 +167,7 @@ def agent(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
-            for pid in standbys(folder) | {*seated(folder)}:
+            for pid in standbys(folder) | {*assigned(folder)}:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -186,7 +194,7 @@ def test_no_standby_is_left_when_the_job_has_ended(run_workers: Jobs) -> None:
 
 @pytest.mark.parametrize("wrong", [["--tee", "3"], pytest.param(["--redirects", "1"], marks=pytest.mark.full)])
 def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wrong: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron.pretrain.seats.run", "--moe-ckpt-standbys", "1", *wrong, str(WORKER)]
+    command = [sys.executable, "-m", "megatron.pretrain.standby.run", "--moe-ckpt-standbys", "1", *wrong, str(WORKER)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
     assert ended.returncode == 2
     assert f"{wrong[0]} is done when a process starts" in ended.stderr
@@ -209,16 +217,16 @@ def test_a_job_that_a_copy_of_a_standby_goes_on_with_ends_in_the_state_of_one_wi
     cluster: Cluster,
     tmp_path: Path,
 ) -> None:
-    straight, killed, seats = tmp_path / "straight", tmp_path / "killed", tmp_path / "seats"
-    seats.mkdir()
+    straight, killed, slots = tmp_path / "straight", tmp_path / "killed", tmp_path / "slots"
+    slots.mkdir()
     train(layout, "--save", straight)
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(cluster.memory)]
     fault = ["--moe-ckpt-inject-fault", f"{layout.ranks - 1}@5"]
     saving = ["--save", str(killed)]
-    environment = {"STANDBYS": "1", "READY_STANDBYS": "1", "SEATS": str(seats)}
+    environment = {"STANDBYS": "1", "READY_STANDBYS": "1", "SLOTS": str(slots)}
     environment |= {"NPROC": str(layout.ranks), "SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py")}
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *fault, *saving)], **environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(list(seats.glob("seated-*"))) == layout.ranks
+    assert len(list(slots.glob("assigned-*"))) == layout.ranks
     assert "exactly" in ended.stdout, ended.stdout + ended.stderr
     assert not differences(digest(killed, 6), digest(straight, 6))

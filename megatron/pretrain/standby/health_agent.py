@@ -23,23 +23,29 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api as launcher
 
-from megatron.core.dist_checkpointing.moe.seats.heartbeat import FOLDER, Beat, Doing, read_beat, stacks_signal
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
+    FOLDER,
+    Activity,
+    HeartbeatReading,
+    read_beat,
+    stacks_signal,
+)
 from megatron.pretrain.processes import NODE_NAME
-from megatron.pretrain.seats.agent import SeatAgent
-from megatron.pretrain.seats.hygiene import Hung, Strikes, is_to_blame, judge
-from megatron.pretrain.seats.hygiene_options import HygieneOptions
-from megatron.pretrain.seats.verdict import VerdictAgent
+from megatron.pretrain.standby.agent import StandbyAgent
+from megatron.pretrain.standby.health_check import FailureCounter, HungRanks, is_to_blame, judge
+from megatron.pretrain.standby.health_options import HealthOptions
+from megatron.pretrain.standby.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often heartbeats are read."""
-_TRAINED = (Doing.TRAINING, Doing.REJOINED)
+_TRAINED = (Activity.TRAINING, Activity.REJOINED)
 STACKS_S = 1.0
 """How long processes may take to print their stacks before any is killed."""
 
 
-class NodeLeaves(SignalException):
+class NodeExcluded(SignalException):
     """This node leaves the job, which goes on without it: so torch ends the ranks and keeps the rendezvous open."""
 
     def __init__(self, why: str) -> None:
@@ -51,12 +57,12 @@ def node_name() -> str:
     return os.environ.get(NODE_NAME) or os.uname().nodename
 
 
-class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[misc]
+class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixed into torch's agent, or ours. hygiene: what it watches for."""
 
-    def __init__(self, *arguments: Any, hygiene: HygieneOptions, **options: Any) -> None:
+    def __init__(self, *arguments: Any, hygiene: HealthOptions, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._hygiene, self._strikes = hygiene, Strikes(hygiene.strikes, hygiene.within_s)
+        self._hygiene, self._strikes = hygiene, FailureCounter(hygiene.strikes, hygiene.within_s)
         self._beats = Path(tempfile.mkdtemp(prefix="moe-ckpt-beats-"))
         os.environ[FOLDER] = str(self._beats)
         self._looked_s = 0.0
@@ -68,7 +74,7 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
         super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.end_what_hangs()
+        self.kill_hung_ranks()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._hygiene.strikes:
             self._note_failures(result)
@@ -96,10 +102,10 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
             what = f"rank {rank} ended with exit code {code}"
             log.warning("%s: %s, failure %d of %d within %g s", node_name(), what, count, most, within_s)
             if self._strikes.are_out:
-                raise NodeLeaves(f"its own ranks failed {count} times within {within_s:g} s, at last {what}")
+                raise NodeExcluded(f"its own ranks failed {count} times within {within_s:g} s, at last {what}")
             return
 
-    def end_what_hangs(self) -> None:
+    def kill_hung_ranks(self) -> None:
         """Look at the ranks of this node, kill those that hang, and say so."""
         now_s = time.monotonic()
         if not self._hygiene.hang_s or now_s - self._looked_s < LOOK_S:
@@ -121,18 +127,18 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _unheard(self, pid: int, now_s: float) -> Beat:
+    def _unheard(self, pid: int, now_s: float) -> HeartbeatReading:
         """Of a process that says nothing, or not yet: whether it is stopped is all that is known."""
         if _state(pid) != psutil.STATUS_STOPPED:
             self._ran_s[pid] = now_s
-        return Beat(now_s, self._ran_s.setdefault(pid, now_s), Doing.STARTING)
+        return HeartbeatReading(now_s, self._ran_s.setdefault(pid, now_s), Activity.STARTING)
 
-    def _tell_long_starts(self, ranks: dict[int, int], beats: dict[int, Beat], now_s: float) -> None:
+    def _tell_long_starts(self, ranks: dict[int, int], beats: dict[int, HeartbeatReading], now_s: float) -> None:
         """Say which ranks stand in one place since long before their first iteration, such as a read of storage; once
         for each place."""
         for pid, beat in beats.items():
             place, since_s = self._stands.get(pid, ("", now_s))
-            if beat.doing is not Doing.LOADING or beat.place != place:
+            if beat.doing is not Activity.LOADING or beat.place != place:
                 self._stands[pid] = beat.place, now_s
             elif place and now_s - since_s > self._hygiene.hang_s:
                 self._stands[pid] = place, math.inf
@@ -141,7 +147,7 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
                     node_name(), ranks[pid], pid, _state(pid), now_s - since_s, place,
                 )  # fmt: skip
 
-    def _print_stacks(self, ranks: dict[int, int], beats: dict[int, Beat], hung: Hung) -> None:
+    def _print_stacks(self, ranks: dict[int, int], beats: dict[int, HeartbeatReading], hung: HungRanks) -> None:
         """Say who stands still, and have all ranks of the node print where they are; once for each time."""
         if hung.pids <= self._printed:
             return
@@ -167,23 +173,23 @@ class _Careful(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[
         time.sleep(STACKS_S)
 
 
-class CarefulAgent(_Careful, VerdictAgent):
+class HealthAgent(_HealthChecks, VerdictAgent):
     """torch's own agent."""
 
     def _pids(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None else {}
 
 
-class CarefulSeatAgent(_Careful, SeatAgent):
+class HealthStandbyAgent(_HealthChecks, StandbyAgent):
     """That with standbys."""
 
     def _pids(self) -> dict[int, int]:
-        return {seat: process.pid for seat, process in self._seats.items()}
+        return {slot: process.pid for slot, process in self._slots.items()}
 
 
 @contextlib.contextmanager
-def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
-    """In this block torch's launchers, `run` and `elastic_launch`, seat workers if there are standbys, and leave or end
+def own_agents(standbys: int, hygiene: HealthOptions) -> Iterator[None]:
+    """In this block torch's launchers, `run` and `elastic_launch`, slot workers if there are standbys, and leave or end
     ranks as the options say. A signal raises SignalException once, and so ends all processes; Ctrl-C also where no
     agent of torch's own has started them.
 
@@ -195,9 +201,9 @@ def own_agents(standbys: int, hygiene: HygieneOptions) -> Iterator[None]:
     interrupt = signal.signal(signal.SIGINT, _raise_once)
     processes._terminate_process_handler = _raise_once
     kinds = {
-        (True, True): partial(CarefulSeatAgent, standbys=standbys, hygiene=hygiene),
-        (True, False): partial(SeatAgent, standbys=standbys),
-        (False, True): partial(CarefulAgent, hygiene=hygiene),
+        (True, True): partial(HealthStandbyAgent, standbys=standbys, hygiene=hygiene),
+        (True, False): partial(StandbyAgent, standbys=standbys),
+        (False, True): partial(HealthAgent, hygiene=hygiene),
         (False, False): VerdictAgent,
     }
     launcher.LocalElasticAgent = kinds[standbys > 0, bool(hygiene)]
@@ -236,9 +242,9 @@ def check_health(command: str, timeout_s: float) -> None:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        raise NodeLeaves(f"its health check did not end within {timeout_s:g} s: {command}") from None
+        raise NodeExcluded(f"its health check did not end within {timeout_s:g} s: {command}") from None
     if code:
-        raise NodeLeaves(f"its health check ended with exit code {code}: {command}")
+        raise NodeExcluded(f"its health check ended with exit code {code}: {command}")
 
 
 def _state(pid: int) -> str:

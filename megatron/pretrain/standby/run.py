@@ -1,9 +1,9 @@
-"""`moe-ckpt-run`: torchrun that lets ranks keep their processes when others are lost, whose seats go to standbys.
+"""`moe-ckpt-run`: torchrun that lets ranks keep their processes when others are lost, whose slots go to standbys.
 
     moe-ckpt-run --moe-ckpt-standbys 8 [options of torchrun] SCRIPT [flags]
 
-The script calls `take_seat` of `megatron.core.dist_checkpointing.moe` once it has imported what it needs; one that does
-not gets new processes, as under torchrun. It can also leave a sick node (`--moe-ckpt-strikes`,
+The script calls `wait_for_rank` of `megatron.core.dist_checkpointing.moe` once it has imported what it needs; a script
+that does not gets new processes, as under torchrun. The launcher can also leave a sick node (`--moe-ckpt-strikes`,
 `--moe-ckpt-health-check`) with exit code 75, and end ranks that hang (`--moe-ckpt-hang-timeout`). With
 `--rdzv-backend=c10d` nodes meet again after one was lost half way, or cut off for a while, and a spare that was never
 needed ends with 0. Everything else is torchrun's.
@@ -16,9 +16,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
 from megatron.pretrain.processes import NODE_LEAVES
-from megatron.pretrain.quiet_ends import end_at_once_when_interrupted, outlive_readers
-from megatron.pretrain.seats.hygiene_options import HygieneOptions
+from megatron.pretrain.standby.health_options import HealthOptions
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 # What torchrun does when it starts a process: before a standby has a rank.
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch.distributed.run import run
 
     from megatron.pretrain.rendezvous import BACKEND, register_backend
-    from megatron.pretrain.seats.careful import NodeLeaves, own_agents
-    from megatron.pretrain.spare_nodes import NotNeeded, SpareHandler
+    from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
+    from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
     options = parse_options(argv)
     # A fresh store for each start of ranks: one shared over restarts still holds the addresses of dead ranks.
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         register_backend(SpareHandler)
         options.rdzv_backend = BACKEND
     try:
-        with own_agents(options.moe_ckpt_standbys, HygieneOptions.of(options)):
+        with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
             record(run)(options)
-    except NotNeeded:
+    except SpareNotNeeded:
         pass  # a spare whose job has ended
-    except NodeLeaves as error:
+    except NodeExcluded as error:
         sys.stderr.write(f"moe-ckpt-run: {error}\n")
         sys.exit(NODE_LEAVES)
     except SignalException as stop:
@@ -69,10 +69,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="processes per node that wait with all imports done to take the seats of lost ranks, while the other ranks"
+        help="processes per node that wait with all imports done to replace lost ranks, while the other ranks"
         " keep their processes (0: as torchrun)",
     )
-    HygieneOptions.add_flags(parser, "moe-ckpt-")
+    HealthOptions.add_flags(parser, "moe-ckpt-")
     options = parser.parse_args(argv)
     if options.moe_ckpt_standbys < 0:
         parser.error(f"--moe-ckpt-standbys {options.moe_ckpt_standbys}: give how many, 0 for none")

@@ -1,8 +1,8 @@
-"""Word for nodes that wait for a place in a job: that its script takes seats.
+"""Word for nodes that wait for a place in a job: that its script takes slots.
 
 A spare node waits in the rendezvous, and so does one that has come for a lost node, whose end the others have not
-noticed yet. Meanwhile either can start standbys; but a script that takes no seats would train by itself if it were
-started without a rank. So agents whose ranks have taken seats leave word in the store of the rendezvous.
+noticed yet. Meanwhile either can start standbys; but a script that takes no slots would train by itself if it were
+started without a rank. So agents whose ranks have taken slots leave word in the store of the rendezvous.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 log = logging.getLogger(__name__)
 
-KEY = "moe-ckpt/seats/{}"
+KEY = "moe-ckpt/slots/{}"
 """In the store of the rendezvous, with the id of the job."""
 LOOK_S = 0.5
 """How often a node that waits looks for it."""
 
 
-class SeatsWord:
+class StandbyNotice:
     """Of one job."""
 
     def __init__(self, handler: RendezvousHandler) -> None:
@@ -31,18 +31,18 @@ class SeatsWord:
         self._key, self._told = KEY.format(handler.get_run_id()), False
 
     def tell(self) -> None:
-        """The ranks of this node take seats. Raises DistError."""
+        """The ranks of this node take slots. Raises DistError."""
         if self._store is not None and not self._told:
             self._store.set(self._key, "taken")
             self._told = True
 
     def heard(self) -> bool:
-        """Whether somebody has said that the script of the job takes seats. Raises DistError."""
+        """Whether somebody has said that the script of the job takes slots. Raises DistError."""
         return self._store is not None and self._store.check([self._key])
 
     @contextmanager
     def heeded(self, refill: Callable[[], None]) -> Iterator[None]:
-        """In this block another thread calls `refill` again and again once the script is known to take seats.
+        """In this block another thread calls `refill` again and again once the script is known to take slots.
 
         Where that fails a line says so, and standbys are started once training goes on.
         """

@@ -1,4 +1,4 @@
-"""The worker's end: a standby makes everything ready that needs no rank, and waits for a seat."""
+"""The worker's end: a standby makes everything ready that needs no rank, and waits for a slot."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ LOOK_S = 60.0
 """How often a standby that hears nothing looks again; the end of its launcher it notices at once."""
 
 
-class Seat:
+class WorkerSlot:
     """This process's, whoever started it.
 
     Attributes:
         taken_s: When this process was given its rank, by `boot_clock`; None where it was started with it.
-        may_stay: Whether the launcher lets a process keep its seat that lost a peer.
+        may_stay: Whether the launcher lets a process keep its slot that lost a peer.
         is_called_off: Whether the launcher has said since then that training begins anew.
     """
 
     def __init__(self, channel: Channel | None, *, may_stay: bool = False) -> None:
         self._channel, self._is_training = channel, False
-        self._seats: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._listener: threading.Thread | None = None
         self.taken_s: float | None = None
         self.may_stay, self.is_called_off = may_stay and channel is not None, False
 
     @classmethod
-    def from_environment(cls) -> Seat:
+    def from_environment(cls) -> WorkerSlot:
         """As the launcher has handed it to this process; its children do not have it."""
         number, version = os.environ.pop(DESCRIPTOR, None), os.environ.pop(LAUNCHER_VERSION, None)
         if number is None:
@@ -60,7 +60,7 @@ class Seat:
         return cls(Channel(socket.socket(fileno=int(number))), may_stay=version == str(VERSION))
 
     def take(self, warm_up: Callable[[], None] | None = None, *, copies: bool = True) -> None:
-        """See `take_seat`."""
+        """See `wait_for_rank`."""
         if self._channel is None:
             return
         waits = "RANK" not in os.environ
@@ -79,14 +79,14 @@ class Seat:
         if warm_up is not None:
             warm_up()
         self._say_ready(copies=copies and may_be_copied())
-        while "seat" not in (message := self._next_message()):
+        while "slot" not in (message := self._next_message()):
             assert self._channel is not None
             if (channel := copied(self._channel.descriptors.pop(0))) is not None:
                 self._channel.close()  # here is the copy: that one is the original's
                 self._channel = channel
                 self._say_ready(copies=False)
         signal.signal(signal.SIGINT, interrupt)
-        self._sit(message["seat"])
+        self._sit(message["slot"])
 
     def _say_ready(self, *, copies: bool) -> None:
         assert self._channel is not None
@@ -112,7 +112,7 @@ class Seat:
             launcher says that training begins anew.
         """
         if self.may_stay and self._listener is None:
-            self._listener = threading.Thread(target=self._listen, args=[hang_up], name="moe-ckpt-seat", daemon=True)
+            self._listener = threading.Thread(target=self._listen, args=[hang_up], name="moe-ckpt-slot", daemon=True)
             self._listener.start()
             self._say({"stays": True})
 
@@ -135,7 +135,7 @@ class Seat:
         self._say({"left": True})
         meanwhile()
         try:
-            message = self._seats.get(timeout=timeout_s)
+            message = self._slots.get(timeout=timeout_s)
         except queue.Empty:
             raise PeerLost(
                 f"this rank waited {timeout_s:g} s for its launcher to let training go on; leaving"
@@ -152,21 +152,21 @@ class Seat:
                 messages = self._channel.receive(LOOK_S)
             except ConnectionError:
                 self.may_stay = False
-                self._seats.put(None)
+                self._slots.put(None)
                 return
             for message in messages:
                 if "leave" in message:
                     self.is_called_off = True
                     self._give_back()
                     hang_up()
-                elif "seat" in message:
+                elif "slot" in message:
                     self.is_called_off = False
-                    self._seats.put(message["seat"])
+                    self._slots.put(message["slot"])
 
     def _give_back(self) -> None:
-        """A seat that was not taken yet is none any more: this process still waits for one."""
+        """A slot that was not taken yet is none any more: this process still waits for one."""
         with suppress(queue.Empty):
-            self._seats.get_nowait()
+            self._slots.get_nowait()
             self._say({"left": True})
 
     def _sit(self, environment: Message) -> None:
@@ -184,12 +184,12 @@ class Seat:
 
 
 @cache
-def own_seat() -> Seat:
+def own_slot() -> WorkerSlot:
     """That of this process."""
-    return Seat.from_environment()
+    return WorkerSlot.from_environment()
 
 
-def take_seat(warm_up: Callable[[], None] | None = None, *, copies: bool = True) -> Seat:
+def wait_for_rank(warm_up: Callable[[], None] | None = None, *, copies: bool = True) -> WorkerSlot:
     """Wait for a rank if this process was started without one, and put it into the environment as torchrun does.
 
     To be called once imports are done and before anything asks for the rank.
@@ -197,14 +197,14 @@ def take_seat(warm_up: Callable[[], None] | None = None, *, copies: bool = True)
     Args:
         warm_up: What else can be done before there is a rank; skipped in a process that has one. What goes wrong in it
             goes wrong again in training, so better let it pass.
-        copies: Whether a standby may be copied (`os.fork`) for each seat that it is needed for, in place of a start for
+        copies: Whether a standby may be copied (`os.fork`) for each slot that it is needed for, in place of a start for
             each. None is that has several threads, or a GPU.
 
     Raises:
         SystemExit: The launcher has ended.
     """
-    seat = own_seat()
-    seat.take(warm_up, copies=copies)
+    slot = own_slot()
+    slot.take(warm_up, copies=copies)
     own_heartbeat()  # its launcher sees from here on that it runs
     end_with_launcher()
-    return seat
+    return slot

@@ -31,7 +31,7 @@ from ..config import MoECheckpointConfig
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.writing import all_done, gathered, on_rank_zero
 from ..errors import MoECheckpointError, UsageError
-from ..resharding.store import OlderWindow
+from ..resharding.store import PreviousWindow
 from ..storage.small_files import SECRET_FILE
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _WHOLE = {
 
 @contextlib.contextmanager
 def made_whole(
-    args: Any, config: MoECheckpointConfig, window: OlderWindow, copy_older: Callable[[Path], None]
+    args: Any, config: MoECheckpointConfig, window: PreviousWindow, copy_previous: Callable[[Path], None]
 ) -> Iterator[None]:
     """A block in which the arguments of Megatron-LM name a checkpoint of the state after `window`, and all of it.
 
@@ -86,7 +86,7 @@ def made_whole(
             log.info("%s are run again there, by processes of their own on this node", window)
         with ThreadPoolExecutor(1, "older-window") as beside:
             leaving = threading.Event()
-            work = config, window, copy_older, folder, leaving
+            work = config, window, copy_previous, folder, leaving
             converting = beside.submit(_converted, *work) if dist.get_rank() == 0 else None
             try:
                 while not all_done(converting is None or converting.done()):
@@ -127,7 +127,7 @@ def _shared_folder(save: str | None, persist_dir: str | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _problem(window: OlderWindow, folder: Path, problem: str) -> str | None:
+def _problem(window: PreviousWindow, folder: Path, problem: str) -> str | None:
     if problem:
         return f"{window} could not be run again there: {problem}; all that was made of them is left"
     if not CheckpointDirectory(str(folder)).folder(window.last).is_dir():
@@ -146,8 +146,8 @@ def _die_with_parent() -> None:
 
 def _converted(
     config: MoECheckpointConfig,
-    window: OlderWindow,
-    copy_older: Callable[[Path], None],
+    window: PreviousWindow,
+    copy_previous: Callable[[Path], None],
     folder: Path,
     leaving: threading.Event,
 ) -> str:
@@ -156,7 +156,7 @@ def _converted(
         with tempfile.TemporaryDirectory(prefix="moe-ckpt-window-") as view:
             source = config.persist_dir
             if window.in_memory or source is None:
-                copy_older(Path(view))
+                copy_previous(Path(view))
                 source = view
             secret_file = config.secret_file or os.environ.get(SECRET_FILE)
             problem = _convert(source, folder, window, secret_file, leaving, config.timeout_s)
@@ -168,7 +168,12 @@ def _converted(
 
 
 def _convert(
-    source: str, folder: Path, window: OlderWindow, secret_file: str | None, leaving: threading.Event, timeout_s: float
+    source: str,
+    folder: Path,
+    window: PreviousWindow,
+    secret_file: str | None,
+    leaving: threading.Event,
+    timeout_s: float,
 ) -> str:
     """Run `moe-ckpt convert` to its end, or until `timeout_s` after this rank is `leaving`; why it failed, or empty."""
     command = [sys.executable, "-P", "-m", "moe_ckpt", "convert", "--to", "dense", source, str(folder)]
