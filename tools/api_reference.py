@@ -47,8 +47,9 @@ def section(name: str, thing: Any) -> Iterator[str]:
 
 
 def members(kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties, in the order of the source."""
-    for name, member in vars(kind).items():
+    """Public methods and properties in the order of the source, inherited ones first."""
+    ours = [base for base in kind.__mro__ if base.__module__.startswith(moe.__name__)]
+    for name, member in {name: vars(base)[name] for base in reversed(ours) for name in vars(base)}.items():
         described = isinstance(member, property | classmethod) or inspect.isfunction(member)
         if not name.startswith("_") and described and inspect.getdoc(member):
             yield name, member
@@ -80,6 +81,7 @@ def signature(name: str, thing: Callable[..., Any], *, bound: bool = False) -> s
     if dataclasses.is_dataclass(thing) and len(given) > 12:
         return f"{name}(...)"
     text = str(found.replace(parameters=given)).replace("'", "").replace("megatron.core.dist_checkpointing.moe.", "")
+    text = re.sub(r"<function (?:\w+\.)*(\w+|<lambda>) at 0x\w+>", r"\1", text)  # an address is another in each process
     return f"{name}{text}".removesuffix(" -> None")
 
 

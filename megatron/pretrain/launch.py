@@ -109,9 +109,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="with MIN:MAX: how long nodes that meet wait for more of them",
     )
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
-    parser.add_argument(
-        "--standbys", type=int, default=0, help="processes of a node that wait to replace lost ranks"
-    )
+    parser.add_argument("--standbys", type=int, default=0, help="processes of a node that wait to replace lost ranks")
     HealthOptions.add_flags(parser)
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)

@@ -64,8 +64,8 @@ ROWS = {
     f"{ENGINE}.extensions": Row("config ports types"),
     f"{ENGINE}.storage": Row(f"{VALUES} boot_clock", "fsspec msgspec numpy psutil xxhash"),
     f"{ENGINE}.replication": Row("errors boot_clock device_threads ports storage", "msgspec numpy torch xxhash"),
-    f"{ENGINE}.slots": Row("errors boot_clock"),
-    f"{ENGINE}.core_versions": Row("errors slots", "megatron.core torch"),
+    f"{ENGINE}.standby": Row("errors boot_clock"),
+    f"{ENGINE}.core_versions": Row("errors standby", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} device_threads extensions storage replication megatron_state", "numpy torch"),
@@ -74,14 +74,14 @@ ROWS = {
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
         f"{WORKERS} boot_clock device_threads extensions versions config core_versions replication local_recovery"
-        " resharding slots",
+        " resharding standby",
         "megatron.core torch",
     ),
     f"{ENGINE}.extensions.bubbles": Row(
         f"{VALUES} extensions policy ports replication snapshot local_recovery", "megatron.core torch"
     ),
     f"{ENGINE}.extensions.capacity_boost": Row("extensions policy types megatron_state", "megatron.core torch"),
-    f"{ENGINE}.extensions.elastic": Row("config errors slots", "torch"),
+    f"{ENGINE}.extensions.elastic": Row("config errors standby", "torch"),
     f"{ENGINE}.extensions.gradient_replicas": Row(
         f"{VALUES} extensions policy ports replication strategies megatron_state", "megatron.core torch"
     ),
@@ -90,17 +90,17 @@ ROWS = {
         f"{VALUES} extensions policy strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
-        "errors core_versions device_threads megatron_state replay replication runtime slots", "megatron.core torch"
+        "errors core_versions device_threads megatron_state replay replication runtime standby", "megatron.core torch"
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.preconditions": Row("config contradictions errors features runtime", "megatron.core torch"),
     f"{ENGINE}.manager": Row(
-        "config errors in_place local_recovery megatron_state preconditions recovery runtime slots"
+        "config errors in_place local_recovery megatron_state preconditions recovery runtime standby"
         " strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge": Row("config errors features manager megatron_state ports", "megatron.core"),
-    ENGINE: Row("versions config manager megatron_state recovery resharding runtime slots snapshot types"),
+    ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
     f"{TOOLS}.scripts": Row(),
@@ -112,8 +112,8 @@ ROWS = {
         "dense_saves errors megatron_state storage", "megatron.core torch", "dense"
     ),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay recovery slots in_place snapshot strategies config contradictions features"
-        " manager runtime dense_saves extensions policy core_versions resharding storage",
+        "errors ports megatron_state replay recovery standby in_place snapshot strategies config contradictions"
+        " features manager runtime dense_saves extensions policy core_versions resharding storage",
         "megatron.core psutil torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
@@ -126,7 +126,7 @@ ROWS = {
     ),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors boot_clock replication core_versions megatron_state slots",
+        "errors boot_clock replication core_versions megatron_state standby",
         "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine",
         "megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
@@ -134,7 +134,7 @@ ROWS = {
     # The entry script, and jobs with its model that do not train.
     "pretrain_gpt_moe": Row("", "megatron.core megatron.training torch", also=f"{DRIVER} {ENGINE}"),
     f"{DRIVER}.densify": Row(also="pretrain_gpt_moe"),
-    f"{TOOLS}.drills": Row("slots", "psutil", "dense scripts", also=DRIVER),
+    f"{TOOLS}.drills": Row("standby", "psutil", "dense scripts", also=DRIVER),
     # Entry points and what stands outside of packages.
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),

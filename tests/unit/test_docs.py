@@ -343,6 +343,12 @@ def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: 
     assert page == reference.render(), "run python tools/command_reference.py"
 
 
+def test_the_page_of_the_python_interface_is_made_from_docstrings_inherited_ones_too() -> None:
+    interface = tool("api_reference")
+    assert interface.PAGE.read_text(encoding="utf-8") == interface.render(), "run python tools/api_reference.py"
+    assert "### `forward_backward()" in interface.render()
+
+
 def test_every_command_says_what_it_is_for_and_shows_how(reference: ModuleType) -> None:
     every = {name: command.help or "" for name, command in reference.every("moe-ckpt", commands)}
     assert not [name for name, said in every.items() if not said]
