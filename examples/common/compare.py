@@ -14,7 +14,7 @@ from pathlib import Path
 LAST = 5
 """Iterations whose mean loss counts as the loss at the end."""
 HEAD = re.compile(r"(recovered iteration \d+ .*) in \S+ s( \(\w+ rollback\)):")
-DETAIL = re.compile(r"  (?:not local|stages?|window|ranks|lost in|proportion)\b")
+DETAIL = re.compile(r"(?:\[moe-ckpt\] )?  (?:not local|stages?|window|ranks|lost in|proportion)\b")
 
 
 @dataclass(frozen=True)

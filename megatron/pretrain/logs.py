@@ -36,5 +36,13 @@ def configure_logging(launch: Launch) -> None:
 def _handler(stream: TextIO, wanted: Callable[[int], bool]) -> logging.Handler:
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: wanted(record.levelno))
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Formatter("[moe-ckpt]%(level)s %(message)s"))
     return handler
+
+
+class _Formatter(logging.Formatter):
+    """The name of the subsystem, and the level from warnings on; the rank stands in messages of one rank."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.level = "" if record.levelno < logging.WARNING else f" {record.levelname}:"
+        return super().format(record)

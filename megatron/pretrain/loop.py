@@ -295,7 +295,7 @@ class _Reports:
             metrics = Metrics(is_last_rank=is_last, settings=settings)
         except (OSError, InvalidInput) as error:
             # The flags are known on the way only, and here other ranks train already.
-            log.critical("%s; training goes on without any of --metrics-*", error)
+            log.critical("metrics disabled: %s", error)
             metrics = Metrics(is_last_rank=False, settings=MetricsSettings())
         metrics.began(
             RunFacts(

@@ -83,7 +83,7 @@ def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: st
         if steps and agents.failed_since_s > steps[0][0]:
             limit_s, what, number = steps.pop(0)
             for name in agents.running:
-                log.error("%s did not end within %.0f s after the job had failed; %s", name, limit_s, what)
+                log.error("%s did not exit %.0f s after the job failed; %s", name, limit_s, what)
             agents.send(number)
     del store
     if agents.stopped_by:
@@ -129,20 +129,20 @@ class _Agents:
             is_lost = code in (-signal.SIGKILL, NODE_LEAVES)
             # What a real node takes along when it is lost.
             if is_lost and (alive := end_processes_with({NODE_NAME: name, RUN_ID: self._run_id}, GONE_S)):
-                log.error("processes %s of %s are still there %g s after SIGKILL", alive, name, GONE_S)
+                log.error("processes %s of %s still alive %g s after SIGKILL", alive, name, GONE_S)
             if is_lost and self._may_replace():
                 after_s = self._nodes.spare_after_s
                 when = f" in {after_s:g} s" if after_s else ""
-                log.warning("%s is lost; node-%d takes its place%s", name, self._started + len(self._due_s), when)
+                log.warning("%s lost; replaced by node-%d%s", name, self._started + len(self._due_s), when)
                 self._due_s.append(time.monotonic() + after_s)
             elif is_lost and len(self.running) >= self._nodes.least and not self._is_over:
                 left = len(self.running)
-                log.warning("%s is lost; the job goes on with %d of %d nodes", name, left, self._nodes.most)
+                log.warning("%s lost; continuing with %d of %d nodes", name, left, self._nodes.most)
             elif code == 0 and has_verdict() and not self.has_verdict:
                 self.has_verdict, self._failed_at_s = True, time.monotonic()
             elif code and not self.failure:
                 if is_lost and not self.stopped_by:
-                    log.error("%s is lost, and all %d nodes have been used up", name, self._most)
+                    log.error("%s lost; no nodes left of %d", name, self._most)
                 self.failure, self._failed_at_s = max(code, 1), time.monotonic()
 
         while self._due_s and self._due_s[0] <= time.monotonic():

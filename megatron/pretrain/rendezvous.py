@@ -66,9 +66,9 @@ class NodesHandler(DynamicRendezvousHandler):
             try:
                 return self._met()
             except DistStoreError as error:
-                log.warning("a node was lost while all met (%s); meeting again", error)
+                log.warning("node lost during rendezvous (%s); retrying", error)
             except RendezvousConnectionError as error:
-                log.warning("the store of the rendezvous does not answer (%s); meeting again", reason_of(error))
+                log.warning("rendezvous store unreachable (%s); retrying", reason_of(error))
                 time.sleep(PAUSE_S)
         return self._met()
 
@@ -79,8 +79,8 @@ class NodesHandler(DynamicRendezvousHandler):
         except RendezvousConnectionError as error:
             if not self._is_cut_off:
                 log.warning(
-                    "the store of the rendezvous does not answer (%s); training goes on, and nodes meet there again"
-                    " once it does", reason_of(error),
+                    "rendezvous store unreachable (%s); training continues, nodes reconnect when it is back",
+                    reason_of(error),
                 )  # fmt: skip
             self._is_cut_off = True
             return 0

@@ -106,7 +106,7 @@ class SpareHandler(NodesHandler):
                 # The node with the store may leave before this one has seen that the job has ended.
                 if not self._executor.was_redundant:
                     raise
-                log.warning("the store of the rendezvous is gone, and this node was a spare of its job: it ends")
+                log.warning("rendezvous store gone: spare node exits")
                 raise SpareNotNeeded from error
             except RendezvousTimeoutError:
                 if not self._is_full:

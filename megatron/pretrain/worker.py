@@ -32,7 +32,7 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
         log.error("%s", error)
         return final_exit_code(error.exit_code)
     if is_lost_peer(error):
-        log.critical("rank %d: lost a peer in a collective; leaving, so that the job can be restarted", launch.rank)
+        log.critical("rank %d: peer failure in a collective; exiting for restart", launch.rank)
         return TrainingFailure.exit_code
     raise error
 

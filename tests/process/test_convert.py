@@ -67,7 +67,7 @@ def test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_tr
     assert ended.returncode == 0, ended.stdout + ended.stderr
     last = source.windows[-1][-1]
     assert published(tmp_path / "dense") == [last]
-    assert f"replayed iteration {last} ({WINDOW - 1} of {WINDOW - 1})" in ended.stdout + ended.stderr
+    assert f"replay: iteration {last} ({WINDOW - 1} of {WINDOW - 1})" in ended.stdout + ended.stderr
     assert not differences(digest(tmp_path / "dense", last), digest(source.saved, last))
     assert sorted(source.storage.rglob("*")) == before
     reports = {where: tmp_path / f"from-{where}" for where in ("converted", "saved")}

@@ -55,7 +55,7 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
     for number in range(1, strikes + 1):
         assert f"failure {number} of {strikes} within 3600 s" in said, said
     assert said.count(f"leaves the job: its own ranks failed {strikes} times within 3600 s") == 1, said
-    assert "is lost; node-2 takes its place" in said, said
+    assert "lost; replaced by node-2" in said, said
     if "HANG_S" in settings:
         assert said.count("stopped, it does not answer) has trained no iteration for") == strikes - building, said
         assert said.count("stopped, it does not answer) has not come to an iteration for") == building, said
@@ -92,4 +92,4 @@ def test_a_node_that_fails_its_health_check_leaves_before_it_trains(
     assert ended.returncode == 0, said
     line = 'node-1 leaves the job: its health check ended with exit code 1: [ "$MOE_CKPT_NODE" != node-1 ]'
     assert said.count(line) == 1, said
-    assert "node-1 is lost; node-2 takes its place" in said, said
+    assert "node-1 lost; replaced by node-2" in said, said

@@ -75,7 +75,7 @@ def test_survivors_of_lost_nodes_bring_every_bit_back_under_another_layout(
     again += ["--save", tmp_path / "after", "--save-interval", SEALED]
     outcome = attempt(cluster, layout, left, *again)
     assert set(outcome.codes) == {0}, outcome.said
-    (told,) = [line for line in outcome.lines if line.startswith(f"iteration {SEALED} was stored in the layout")]
+    (told,) = [line for line in outcome.lines if f"resharding: iteration {SEALED} from layout" in line]
     assert "from memory of rank" in told
     assert_same_state(tmp_path / "before", tmp_path / "after", SEALED)
     assert_same_optimizer(tmp_path / "before", tmp_path / "after", SEALED)

@@ -81,7 +81,7 @@ def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *saving)], **here)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
-    assert "node-1 is lost; node-2 takes its place" in said or "node-0 is lost; node-2 takes its place" in said
+    assert "node-1 lost; replaced by node-2" in said or "node-0 lost; replaced by node-2" in said
     assert "recovered iteration 3 exactly" in said
     assert "peer memory" in said
     assert not differences(digest(killed, 6), digest(straight, 6))

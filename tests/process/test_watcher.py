@@ -50,7 +50,7 @@ def test_a_rank_inside_a_call_parks_within_seconds_of_the_death_of_its_peer(
     # What an aborted kernel leaves is garbage: nothing more was computed with it.
     assert not events(tmp_path, "went on")
     said = run.outcomes[0].said
-    assert "rank 0: rank 1 is gone: its connection has closed, and the main thread waits in stand" in said
+    assert "rank 0: peer failure: rank 1 closed its connection; the main thread is blocked in stand" in said
     assert_only_replayed(run, PAIR, [[1]])
     assert_identical(run, fault_free(one))
 
@@ -95,7 +95,7 @@ def test_with_slurms_flags_sigterm_saves_and_leaves_where_no_peer_is_lost(
     assert last < 1000
     assert published(save) == [last]
     assert not events(tmp_path, "parked"), outcome.said
-    assert "giving up all connections" not in outcome.said
+    assert "closing all connections" not in outcome.said
 
 
 def wait_until(happened: Callable[[], bool]) -> None:

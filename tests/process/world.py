@@ -40,6 +40,8 @@ WITH_ENGINE = "WORLD_WITH_TRANSFORMER_ENGINE"
 
 _OF_LIBRARIES = re.compile(r"\s|$|/\S+:\d+: \w*Warning: |(INFO|WARNING):megatron\.core")
 """And the source lines below them; loggers that core sets up."""
+_PREFIX = re.compile(r"^\[moe-ckpt\](?: [A-Z]+:)? ", re.MULTILINE)
+"""Of our own lines, see `megatron.pretrain.logs`: left out, so that tests name what a line says."""
 
 Hook = Callable[[], AbstractContextManager[object]]
 """Changes something in a worker for the time of one job; pickled, so a module-level function or a partial of one."""
@@ -219,8 +221,8 @@ class Running:
         ranks = range(len(self._jobs))
         return Outcome(
             tuple(codes.get(rank, -1) for rank in ranks),
-            tuple(_text(job.stdout) for job in self._jobs),
-            tuple(_text(job.stderr) for job in self._jobs),
+            tuple(_PREFIX.sub("", _text(job.stdout)) for job in self._jobs),
+            tuple(_PREFIX.sub("", _text(job.stderr)) for job in self._jobs),
         )
 
     def _lost(self, what: str) -> WorkersLost:

@@ -81,8 +81,8 @@ def test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_w
     new_job, goes_on_as_from, tmp_path: Path
 ) -> None:
     said, found = Elastic(new_job(BOTH).memory, tmp_path, ("--spares", "0"), 6).run()
-    assert re.search(r"node-\d is lost; the job goes on with 1 of 2 nodes", said)
-    restored = re.search(r"iteration (\d) was stored in the layout world_size 2 and is restored in world_size 1", said)
+    assert re.search(r"node-\d lost; continuing with 1 of 2 nodes", said)
+    restored = re.search(r"iteration (\d) from layout world_size 2 to world_size 1", said)
     assert restored, said
     goes_on_as_from(ONE, int(restored[1]), found, 6)
 
@@ -93,9 +93,9 @@ def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of
 ) -> None:
     options = ("--spares", "1", "--spare-after-s", "15")
     said, found = Elastic(new_job(BOTH).memory, tmp_path, options, 20, alone_s=1.5).run()
-    left = re.search(r"leaving training at iteration (\d+): nodes wait to join", said)
+    left = re.search(r"elastic: pausing at iteration (\d+), nodes are waiting to join", said)
     assert left, said
-    assert f"iteration {left[1]} was stored in the layout world_size 1 and is restored in world_size 2" in said
+    assert f"resharding: iteration {left[1]} from layout world_size 1 to world_size 2" in said
     grown = int(left[1])
     assert grown >= 4, "the dense checkpoint of an earlier iteration may be that of two ranks, whose sums differ"
     assert all(len(found[at]) == 1 for at in range(grown + 1, max(found) + 1))

@@ -63,7 +63,7 @@ class Metrics:
             except Exception as error:  # whatever a board runs into, training goes on
                 if sink not in self._complained:
                     why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-                    log.critical("%s cannot be written: %s; training goes on without it", sink.flag, why)
+                    log.critical("metrics: cannot write %s: %s; disabled", sink.flag, why)
                 self._complained.add(sink)
                 if not isinstance(error, OSError):
                     self._sinks.remove(sink)

@@ -159,7 +159,7 @@ class Prometheus(MetricsSink):
             self._server, _ = self._client.start_http_server(port, ADDRESS, self._registry)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
-            log.critical("--metrics-port %d cannot be served: %s; training goes on without it", port, why)
+            log.critical("metrics: cannot serve --metrics-port %d: %s; disabled", port, why)
 
 
 def _gauges(report: IterationReport) -> dict[str, float | None]:

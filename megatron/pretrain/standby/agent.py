@@ -69,7 +69,7 @@ class StandbyAgent(VerdictAgent):
                 except DistStoreError as error:
                     if not attempts_left:
                         raise
-                    log.warning("a node was lost while all met (%s); meeting again", error)
+                    log.warning("node lost during rendezvous (%s); retrying", error)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
         self._is_first = group_rank == 0
@@ -107,7 +107,7 @@ class StandbyAgent(VerdictAgent):
                 self._slots[slot].sit(environment)
             else:
                 self._slots[slot], how = self._started(environment), "is new"
-            log.info("rank %s has pid %d, which %s", environment["RANK"], self._slots[slot].pid, how)
+            log.info("rank %s: pid %d %s", environment["RANK"], self._slots[slot].pid, how)
         self._end(survivors.values(), signal.SIGTERM, self._shutdown_timeout)  # their ranks are other nodes' now
         return {slot: process.pid for slot, process in self._slots.items()}
 
@@ -166,7 +166,7 @@ class StandbyAgent(VerdictAgent):
         while any(not one.has_left and one.exit_code is None for one in staying.values()):
             if time.monotonic() > until:
                 late = [str(one.pid) for one in staying.values() if not one.has_left and one.exit_code is None]
-                log.warning("process %s did not answer within %g s, and gives up its rank", ", ".join(late), ANSWER_S)
+                log.warning("process %s did not answer in %g s: its rank is reassigned", ", ".join(late), ANSWER_S)
                 break
             time.sleep(POLL_S)
             self._hear()
@@ -215,7 +215,7 @@ class StandbyAgent(VerdictAgent):
             if standby.copies:
                 if copy := standby.copy():
                     return copy, f"is a copy of standby {standby.pid}"
-                log.warning("standby %d did not copy itself within %g s", standby.pid, COPY_S)
+                log.warning("standby %d did not fork in %g s", standby.pid, COPY_S)
         return self._standbys.pop(0), "was a standby"
 
     def _await_standby(self, empty_slots: int) -> None:
@@ -226,7 +226,7 @@ class StandbyAgent(VerdictAgent):
             if not begun:
                 return
             if time.monotonic() > until:
-                log.warning("standby %d is not ready after %g s, and is killed", begun[0].pid, READY_S)
+                log.warning("standby %d not ready after %g s; killed", begun[0].pid, READY_S)
                 self._end(begun, signal.SIGKILL, KILL_TIMEOUT_S)
                 for standby in begun:
                     self._standbys.remove(standby)
@@ -254,7 +254,7 @@ class StandbyAgent(VerdictAgent):
             process.hear()
             if process.problem and self._wanted:
                 log.error(
-                    "no standbys are kept: pid %d %s; install one release on all nodes", process.pid, process.problem
+                    "standbys disabled: pid %d %s; install one release on all nodes", process.pid, process.problem
                 )
                 self._wanted = 0
         for process in list(self._standbys):
@@ -265,11 +265,9 @@ class StandbyAgent(VerdictAgent):
 
     def _note_death(self, process: SlotProcess) -> None:
         self._quick_deaths = 0 if process.is_ready else self._quick_deaths + 1
-        log.warning("standby %d ended with exit code %s while it waited", process.pid, process.exit_code)
+        log.warning("standby %d exited with code %s", process.pid, process.exit_code)
         if self._quick_deaths == QUICK_DEATHS:
-            log.error(
-                "%d standbys ended before they were ready; lost ranks get new processes from here on", QUICK_DEATHS
-            )
+            log.error("%d standbys exited before they were ready: standbys disabled", QUICK_DEATHS)
 
     def _end(self, processes: Iterable[SlotProcess], number: signal.Signals, timeout_s: float) -> None:
         """Send a signal to all of them, and SIGKILL to those that take longer to end."""
@@ -280,10 +278,10 @@ class StandbyAgent(VerdictAgent):
         for process in ending:
             if process.wait(until - time.monotonic()):
                 continue
-            log.warning("process %d did not end within %.0f s of %s; killed", process.pid, timeout_s, number.name)
+            log.warning("process %d did not exit %.0f s after %s; killed", process.pid, timeout_s, number.name)
             process.end(signal.SIGKILL)
             if not process.wait(KILL_TIMEOUT_S):
-                log.error("process %d does not end even when killed; a device driver may hold it", process.pid)
+                log.error("process %d survives SIGKILL; a device driver may hold it", process.pid)
 
 
 def _identity(environment: Mapping[str, str]) -> str:

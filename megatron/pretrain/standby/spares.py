@@ -54,7 +54,7 @@ class StandbyNotice:
                     if self.heard():
                         refill()
             except (DistError, OSError) as error:
-                log.warning("no standby is started while this node waits: %s", error)
+                log.warning("no standby while this node waits: %s", error)
 
         thread = threading.Thread(target=look, name="moe-ckpt-standbys", daemon=True)
         thread.start()

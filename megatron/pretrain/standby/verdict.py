@@ -43,4 +43,4 @@ def wait_for_others(store: Store, nodes: int, timeout_s: float = OTHERS_S) -> No
     try:
         barrier(store, nodes, "moe-ckpt/verdict", timeout_s)
     except DistError:
-        log.warning("ranks ended for a reason that no restart changes, and other nodes have not after %g s", timeout_s)
+        log.warning("ranks exited with a permanent error; other nodes are still running after %g s", timeout_s)

@@ -187,14 +187,14 @@ def test_where_windows_are_older_than_the_bound_coverage_says_so(
         rank.train(range(1, 10))
     assert rank.held() == [4, 5, 6, 7, 8, 9]
     assert rank.logs.coverage.why == (
-        "a replay from iteration 0 to 9 lacks the boundary logs of iterations 1 to 3;"
+        "no boundary logs of iterations 1 to 3, needed to replay from iteration 0 to 9;"
         " only those of the last 6 iterations are kept"
     )
     assert len(said(caplog)) == 1, "it is said once, not in each iteration"
     with caplog.at_level(logging.INFO, LOGGER):
         rank.train(range(10, 11), lambda iteration: 5)
     assert rank.logs.coverage.why == ""
-    assert said(caplog)[1:] == ["boundary logs cover replays from iteration 5 again"]
+    assert said(caplog)[1:] == ["localized recovery available: boundary logs cover replays from iteration 5"]
 
 
 def test_memory_never_holds_more_than_the_bound(new: Callable[..., Rank]) -> None:

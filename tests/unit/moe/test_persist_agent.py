@@ -219,7 +219,7 @@ def test_a_restart_waits_only_so_long(moved: bool, tmp_path: Path, caplog: pytes
         assert process.stdout is not None
         process.stdout.readline()
         wait_for_agent(own, -4.5)
-    assert f"{held}: another process still persists for this slot after 0.5 s" in caplog.text
+    assert f"{held}: still held by another persist agent after 0.5 s" in caplog.text
 
 
 def test_a_restart_finds_the_process_of_a_trainer_that_died_as_soon_as_it_had_one(
@@ -229,7 +229,7 @@ def test_a_restart_finds_the_process_of_a_trainer_that_died_as_soon_as_it_had_on
     memory = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,))
     agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, 30.0, None)
     wait_for_agent(memory.directory, -5.0)
-    assert "another process still persists for this slot after 0 s" in caplog.text
+    assert "still held by another persist agent after 0 s" in caplog.text
     agent.close()
     caplog.clear()
     wait_for_agent(memory.directory, 30.0)

@@ -172,7 +172,7 @@ def test_a_step_that_was_not_recorded_is_made_up_for_by_state(pair: Pair, caplog
     assert advanced(pair, [3], recorded=False) == [False]
     assert advanced(pair, [4]) == [True]
     (line,) = caplog.messages
-    assert line == "rank 0 sends the state of iteration 3 to its peers: its step was not recorded"
+    assert line == "rank 0 sends full state of iteration 3 to its peers: its step was not recorded"
 
 
 def test_an_iteration_without_a_snapshot_is_made_up_for_by_state(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +181,7 @@ def test_an_iteration_without_a_snapshot_is_made_up_for_by_state(pair: Pair, cap
     pair.trained.steps.take()
     assert advanced(pair, [4, 5]) == [False, True]
     (line,) = caplog.messages
-    assert line == "rank 0 sends the state of iteration 4 to its peers: peers confirmed iteration 2 last"
+    assert line == "rank 0 sends full state of iteration 4 to its peers: peers confirmed iteration 2 last"
 
 
 def test_a_peer_that_lost_the_state_before_is_sent_state(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +204,7 @@ def test_gradients_that_arrive_damaged_never_become_a_replica(pair: Pair, caplog
     (line,) = caplog.messages
     assert "goes whole to rank 1: the step led to other bits there" in line
     assert advanced(pair, range(4, 4 + PATIENCE)) == [False] * PATIENCE
-    assert caplog.messages[-1] == "rank 0 sends state to its peers from here on: they could not follow steps"
+    assert caplog.messages[-1] == "rank 0: gradient replication disabled, peers cannot repeat steps: sending state"
 
 
 def test_a_garbled_step_never_becomes_a_replica(pair: Pair) -> None:

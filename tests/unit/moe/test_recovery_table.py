@@ -91,7 +91,7 @@ def test_refused_copies_come_with_their_reasons_once_each() -> None:
     torn = Refusal(1, 4, Tier.OWN_MEMORY, 0, RefusalReason.TORN)
     found = lines(source(0, {ONE}), refusals=(torn, torn), damaged=("snapshot of rank 2: a bit flipped",))
     assert found[3:] == [
-        "  not used: 1 copy in own memory of ranks 1, iterations 4: it was never sealed",
+        "  skipped: 1 copy in own memory of ranks 1, iterations 4: it was never sealed",
         "  refused: snapshot of rank 2: a bit flipped",
     ]
 
@@ -166,8 +166,8 @@ def test_refusals_of_one_tier_and_reason_share_a_line() -> None:
     refusals.append(Refusal(3, 5, Tier.PARKED, 1, RefusalReason.TORN))
     found = lines(refusals=tuple(refusals))
     assert found[2:] == [
-        "  not used: 1 copy in parked of ranks 3, iterations 5: it was never sealed",
-        "  not used: 4 copies in peer memory of ranks 0-1, iterations 4-5: its checksum does not match",
+        "  skipped: 1 copy in parked of ranks 3, iterations 5: it was never sealed",
+        "  skipped: 4 copies in peer memory of ranks 0-1, iterations 4-5: its checksum does not match",
     ]
 
 

@@ -262,8 +262,8 @@ def test_progress_says_how_far_it_is_and_how_many_operators_are_active(caplog: p
     with caplog.at_level(logging.INFO):
         resumed().run()
     first, second = caplog.messages
-    assert first.startswith("replayed iteration 5 (1 of 2): 3 of 4 operators are active; about ")
-    assert second == "replayed iteration 6 (2 of 2): 4 of 4 operators are active; the state is dense again"
+    assert first.startswith("replay: iteration 5 (1 of 2), 3 of 4 operators active; about ")
+    assert second == "replay: iteration 6 (2 of 2), 4 of 4 operators active; the state is dense again"
 
 
 def test_only_the_first_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:

@@ -323,7 +323,7 @@ def test_a_damaged_generation_is_named_and_the_others_are_copied(
     assert found is not None
     assert (found.first, found.last) == (3, 4)
     (warning,) = caplog.messages
-    assert "iteration 2 of the layout world_size 4, tp 2, etp 2 is left out" in warning
+    assert "skipped: iteration 2 of layout world_size 4, tp 2, etp 2" in warning
     assert "does not match its checksum" in warning
 
 

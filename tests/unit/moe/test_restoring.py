@@ -54,4 +54,4 @@ def test_how_fast_state_was_read_counts_the_bytes_and_the_seconds_of_reads_alone
     measured = _MeasuredReads(clock)
     for key in ("one", "other"):
         measured.of(reader)(key)
-    assert str(measured) == "rank 0 read and verified 1.000 GB of state at 1.00 GB/s"
+    assert str(measured) == "restore: rank 0 read and verified 1 GB at 1 GB/s"

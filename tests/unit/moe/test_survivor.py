@@ -112,8 +112,8 @@ def test_how_long_parking_takes_is_known_before(new: Callable[..., Survivor]) ->
     assert budget.fits
     assert not replace(budget, allowed_s=11.0).fits
     assert str(budget) == (
-        "parking takes 40.000 GB per rank, about 6.0 s (copies 20.0 GB/s, checksums 10.0 GB/s), of the 25 s that the"
-        " launcher leaves for it"
+        "emergency save on failure: 40 GB per rank in 6.0 s (copies 20 GB/s, checksums 10 GB/s);"
+        " limit: 25 s until the launcher kills a rank"
     )
 
 

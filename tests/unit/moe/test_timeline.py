@@ -98,7 +98,7 @@ def test_when_nobody_left_word_the_timeline_begins_with_the_restart_and_says_so(
     assert not found.is_whole
     assert found.begun_s == 109
     assert found.parts["restart"] == 1
-    assert next(iter(found.lines())).startswith("timeline: 7.00 s from the restart to rejoin")
+    assert next(iter(found.lines())).startswith("recovery took 7.00 s from the restart to rejoin")
     assert "missing" in list(found.lines())[1]
 
 
@@ -196,7 +196,7 @@ def test_what_a_process_leaves_the_next_one_finds_and_tells(tmp_path: Path) -> N
 def test_times_that_lack_a_key_are_put_aside_with_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FILE).write_text('[{"attempt": "1", "times": {}}]')
     assert left_in(tmp_path) == []
-    assert f"{tmp_path / FILE} are not readable, and are put aside: 'boot' is missing" in caplog.text
+    assert f"{tmp_path / FILE} not readable, renamed to *.damaged: 'boot' is missing" in caplog.text
 
 
 @pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0, 1e9])

@@ -135,7 +135,7 @@ def test_a_replay_that_starts_from_a_base_needs_the_logs_after_it() -> None:
 
 def test_logs_older_than_the_bound_go_although_a_window_would_need_them() -> None:
     assert kept(range(1, 9), oldest_base=0, newest=8, lookback=3) == {6, 7, 8}
-    assert covers({6, 7, 8}, 0, 8) == "a replay from iteration 0 to 8 lacks the boundary logs of iterations 1 to 5"
+    assert covers({6, 7, 8}, 0, 8) == "no boundary logs of iterations 1 to 5, needed to replay from iteration 0 to 8"
 
 
 def test_without_a_base_the_newest_stay() -> None:

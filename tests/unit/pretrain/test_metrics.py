@@ -87,7 +87,7 @@ def test_a_sink_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path, sai
     for iteration in (1, 2, 3):
         writer.record(report(iteration))
     (line,) = said.messages
-    assert line == "--tensorboard-dir cannot be written: the board is broken; training goes on without it"
+    assert line == "metrics: cannot write --tensorboard-dir: the board is broken; disabled"
     assert len(lines(tmp_path / "metrics.jsonl")) == 4
 
 
@@ -206,7 +206,7 @@ def test_a_port_in_use_is_one_line_and_training_goes_on(said: pytest.LogCaptureF
         port = taken.getsockname()[1]
         metrics(port=port, textfile=str(tmp_path / "job.prom")).record(report(1))
     (line,) = said.messages
-    assert line == f"--metrics-port {port} cannot be served: Address already in use; training goes on without it"
+    assert line == f"metrics: cannot serve --metrics-port {port}: Address already in use; disabled"
     assert "training_iteration" in (tmp_path / "job.prom").read_text()
 
 

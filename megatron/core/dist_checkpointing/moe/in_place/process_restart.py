@@ -93,7 +93,7 @@ class InProcessRestart:
             why = "its device does not answer"
         if why is not None:
             if why:
-                log.info("this process ends, and another takes its rank: %s", why)
+                log.info("cannot recover in place, another process takes this rank: %s", why)
             raise error
         # Order matters. Frames go first: locals of the interrupted iteration refer to work handles and process groups,
         # which `replace` could not exchange there.

@@ -215,7 +215,7 @@ class BoundaryRecorder:
             self._engine.add(((Span(found, offset),), expected.segment))
         except Exception as error:  # the schedule that called must not see it
             expected.received[direction].clear()
-            log.warning("what comes %s cannot be fingerprinted in this iteration: %s", direction.value, error)
+            log.warning("no fingerprints of tensors received %s in this iteration: %s", direction.value, error)
 
     def passed(self) -> None:
         """The passes of the iteration have ended: what is sent from here on, as in an evaluation, is not recorded."""

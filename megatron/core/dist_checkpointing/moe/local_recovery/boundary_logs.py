@@ -118,7 +118,7 @@ class BoundaryLogs:
         try:
             self._sealed = {snapshot for snapshot in self._store.snapshots().sealed if snapshot.kind == LOG}
         except StoreFailure as error:
-            log.warning("boundary logs of earlier attempts are not known: %s", error)
+            log.warning("boundary logs of earlier attempts cannot be listed: %s", error)
 
     @property
     def coverage(self) -> LogCoverage:
@@ -269,7 +269,7 @@ class BoundaryLogs:
             try:
                 self._free(snapshot)
             except StoreFailure as error:
-                log.warning("the %s takes room until it can be freed: %s", snapshot, error)
+                log.warning("cannot free the %s, its memory stays in use: %s", snapshot, error)
         relevant = kept(self._lost, oldest_base, newest, self._plan.lookback)
         self._lost = {iteration: why for iteration, why in self._lost.items() if iteration in relevant}
 
@@ -286,9 +286,9 @@ class BoundaryLogs:
             why = "; ".join([missing, *self._reasons(own, newest - oldest_base)])
         before, self._coverage = self._coverage, LogCoverage(newest, covered_since(own, newest), why)
         if why and (not before.why or not self._is_judged):
-            log.warning("%s; until then a fault rolls back all stages", why)
+            log.warning("localized recovery unavailable: %s; a failure now rolls back all stages", why)
         elif before.why and not why:
-            log.info("boundary logs cover replays from iteration %s again", oldest_base)
+            log.info("localized recovery available: boundary logs cover replays from iteration %s", oldest_base)
         self._is_judged = True
 
     def _reasons(self, own: Collection[int], iterations: int) -> list[str]:

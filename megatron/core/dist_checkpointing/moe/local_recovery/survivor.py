@@ -271,7 +271,7 @@ class Survivor:
         try:
             self._parker.keep_only(None if superseded else self._began)
         except StoreFailure as error:
-            log.warning("parked state takes room until it can be freed: %s", error)
+            log.warning("cannot free parked state, its memory stays in use: %s", error)
 
     def replayed(self, iteration: int, journal: StepJournal, *, logged: bool) -> None:
         """An iteration was run again.

@@ -190,7 +190,7 @@ class LiveTrainerState:
         self.restore_common(saved)
         if foreign and not self.of_another_device:
             log.warning(
-                "random states %s were made on another kind of device: this one keeps its own, all else is exact",
+                "random states not restored, saved on another device type: %s; everything else is exact",
                 ", ".join(foreign),
             )
         self.of_another_device = {name: bytes(tensors[name]) for name in foreign}

@@ -137,7 +137,7 @@ def covers(logs: Collection[int], oldest_base: int, newest: int) -> str:
     missing = [iteration for iteration in range(oldest_base + 1, newest + 1) if iteration not in logs]
     if not missing:
         return ""
-    return f"a replay from iteration {oldest_base} to {newest} lacks the boundary logs of {_in_words(missing)}"
+    return f"no boundary logs of {_in_words(missing)}, needed to replay from iteration {oldest_base} to {newest}"
 
 
 def covered_since(logs: Collection[int], newest: int) -> int | None:

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .checks import scaled
+
 
 class StepPhase(enum.Enum):
     """Where a process is between the end of an iteration, t, and the end of the next one."""
@@ -107,10 +109,10 @@ class ParkingBudget:
         return 2 * self.seconds <= self.allowed_s
 
     def __str__(self) -> str:
-        rates = f"copies {self.copy_bytes_per_s / 1e9:.1f} GB/s, checksums {self.checksum_bytes_per_s / 1e9:.1f} GB/s"
+        rates = f"copies {scaled(self.copy_bytes_per_s)}/s, checksums {scaled(self.checksum_bytes_per_s)}/s"
         return (
-            f"parking takes {self.nbytes / 1e9:.3f} GB per rank, about {self.seconds:.1f} s ({rates}), of the"
-            f" {self.allowed_s:g} s that the launcher leaves for it"
+            f"emergency save on failure: {scaled(self.nbytes)} per rank in {self.seconds:.1f} s ({rates});"
+            f" limit: {self.allowed_s:g} s until the launcher kills a rank"
         )
 
 

@@ -332,7 +332,7 @@ def _hindrance(pipeline: Pipeline, failed: Sequence[int]) -> str:
     if len(failed) == stages:
         return "ranks of every stage lost their state"
     if pipeline.tied and len({0, stages - 1} & set(failed)) == 1:
-        return "the first and the last stage share embeddings, and one of them lost its state"
+        return "tied embeddings couple the first and last stage, and one of them lost its state"
     for stage in failed:
         if not pipeline.bases[stage]:
             return f"no intact copies of stage {stage} lead to iteration {pipeline.target}"

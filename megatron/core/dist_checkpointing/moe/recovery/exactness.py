@@ -202,7 +202,7 @@ class DivergenceNotes:
             aside.write_bytes(msgspec.json.encode([*self.read(), divergence]))
             aside.replace(self._path)
         except OSError as error:
-            log.error("a replay that diverged cannot be noted in %s: %s; it will be tried again", self._path, error)
+            log.error("cannot record a diverged replay in %s: %s; it will be tried again", self._path, error)
 
 
 def without_repetitions(notes: Iterable[Divergence]) -> tuple[Divergence, ...]:

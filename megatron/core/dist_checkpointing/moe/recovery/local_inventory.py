@@ -158,7 +158,7 @@ class LocalInventory:
             try:
                 store.sweep()
             except StoreFailure as error:
-                log.error("rank %d: torn snapshots could not be removed: %s", self._transport.rank, error)
+                log.error("rank %d: cannot remove incomplete snapshots: %s", self._transport.rank, error)
         with self._logged("memory could not be freed"):
             listed = self._memory.snapshots()
             for torn in listed.torn:

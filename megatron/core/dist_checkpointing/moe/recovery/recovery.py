@@ -142,7 +142,7 @@ class Recovery:
         self._catalogue = found.without_strangers(self._identity.job, self._job.config.takes_over)
         self._ports.timestamps.mark(Milestone.INVENTORY)
         for note in self._catalogue.diverged if self._rank == 0 else ():
-            log.warning("%s; another way back is taken", note)
+            log.warning("%s; falling back to another state", note)
         self._plan = self._planned() if self._catalogue.found else None
         return self._plan
 
@@ -238,7 +238,7 @@ class Recovery:
                 return left_to_do or self.finish()
             self.close()
             for (finder, snapshot, tier), why in refused.items():
-                log.warning("refused the %s that rank %d holds (%s): %s", snapshot, finder, tier.name.lower(), why)
+                log.warning("refused: %s on rank %d (%s): %s", snapshot, finder, tier.name.lower(), why)
             if refused.keys() <= self._damaged.keys():
                 if not self._is_local:
                     raise UnreadableCheckpoint(next(iter(refused.values())))
@@ -326,11 +326,9 @@ class Recovery:
             self._ports.timestamps.mark(Milestone.PLANNED)
             return plan
         for found in self._catalogue.found if self._rank == 0 else ():
-            log.info(
-                "found the %s at rank %d (%s) %s", found.snapshot, found.finder, found.tier.name.lower(), found.why
-            )
+            log.info("found: %s on rank %d (%s) %s", found.snapshot, found.finder, found.tier.name.lower(), found.why)
         log.warning(
-            "what was found in memory and storage does not suffice to recover: %s",
+            "no recoverable state in memory or storage: %s",
             problem or "no copy is intact, or of this job and layout",
         )
         return None
@@ -344,7 +342,7 @@ class Recovery:
         """Say on the first rank why more stages roll back than have lost their state."""
         if self._wider and self._rank == 0:
             level = logging.WARNING if self._job.config.recovery == "local" else logging.INFO
-            log.log(level, "iteration %d is not recovered locally: %s", plan.target, self._wider)
+            log.log(level, "global rollback to iteration %d: %s", plan.target, self._wider)
 
     def _restored(self, plan: RecoveryPlan) -> Replay | Waiting | None:
         """Fetch and restore; returns what is still to be done then. Raises RefusedCopies."""

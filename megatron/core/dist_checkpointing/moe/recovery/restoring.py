@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
+from ..policy.checks import scaled
 from ..policy.lineage import Lineage
 from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (
@@ -229,8 +230,8 @@ class _MeasuredReads:
         return read
 
     def __str__(self) -> str:
-        rate = f"{self.nbytes / self._took_s / 1e9:.2f} GB/s" if self._took_s > 0 else "no time"
-        return f"rank 0 read and verified {self.nbytes / 1e9:.3f} GB of state at {rate}"
+        rate = f" at {scaled(self.nbytes / self._took_s)}/s" if self._took_s > 0 else ""
+        return f"restore: rank 0 read and verified {scaled(self.nbytes)}{rate}"
 
 
 class RestoreTask:

@@ -144,7 +144,7 @@ def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:
         iterations, ranks = {refusal.iteration for refusal in found}, {refusal.rank for refusal in found}
         copies = f"{len(found)} copies" if len(found) > 1 else "1 copy"
         yield (
-            f"  not used: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {spans(ranks)}, iterations"
+            f"  skipped: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {spans(ranks)}, iterations"
             f" {spans(iterations)}: {reason.value}"
         )
 

@@ -123,7 +123,7 @@ class Timestamps:
             aside.write_text(json.dumps(records))
             aside.replace(folder / FILE)
         except OSError as error:
-            log.warning("the times of this fault cannot be kept in %s: %s", folder, error.strerror)
+            log.warning("cannot write the timeline of this failure to %s: %s", folder, error.strerror)
 
 
 def left_in(folder: Path) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def forget(folder: Path) -> None:
     try:
         (folder / FILE).unlink(missing_ok=True)
     except OSError as error:
-        log.warning("the times of the last fault in %s cannot be removed: %s", folder, error.strerror)
+        log.warning("cannot remove the timeline of the last failure in %s: %s", folder, error.strerror)
 
 
 def _times(data: Mapping[str, Any]) -> dict[str, float]:
@@ -236,15 +236,15 @@ class RecoveryTimeline:
         where = f"; in place, {self.stayed} ranks kept their processes" if self.stayed else ""
         parts = ", ".join(f"{name} {length_s:.2f}" for name, length_s in self.parts.items())
         yield (
-            f"timeline: {self.total_s:.2f} s from {since} to rejoin"
+            f"recovery took {self.total_s:.2f} s from {since} to rejoin"
             f" ({self.scope}; {did if self.replayed else 'no replay'}{where}): {parts}"
         )
         if not self.is_whole:
-            yield "timeline: no rank left word of when the fault was detected; what came before the restart is missing"
+            yield "recovery: no rank recorded when the failure was detected; the time before the restart is missing"
         if self.attempts > 1:
-            yield f"timeline: it took {self.attempts} attempts; those before the last one are the part `aborted`"
+            yield f"recovery: {self.attempts} attempts; `aborted` is the time of those before the last"
         if self.clocks_s:
-            yield f"timeline: clocks of nodes differ by {self.clocks_s:.2f} s, which was taken into account"
+            yield f"recovery: node clocks differ by {self.clocks_s:.2f} s (corrected)"
 
     def to_data(self) -> dict[str, Any]:
         """As JSON values, with `total_s` for readers."""

@@ -300,7 +300,7 @@ class Replay:
         left = len(self._steps) - self._done
         spent_s = self._ports.clock.now_s() - self._begun_s
         log.info(
-            "replayed iteration %d (%d of %d): %d of %d operators are active; %s",
+            "replay: iteration %d (%d of %d), %d of %d operators active; %s",
             step.iteration,
             self._done,
             len(self._steps),

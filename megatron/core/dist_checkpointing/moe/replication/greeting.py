@@ -163,7 +163,7 @@ class Greeting:
         where = ", ".join(f"{address} ({times})" for address, times in named)
         more = f" and {len(self._strangers) - _NAMED} more addresses" if len(self._strangers) > _NAMED else ""
         log.warning(
-            "%s: hung up on %d stranger%s at port %d, from %s%s: they did not say what only ranks of this job know",
+            "%s: rejected %d unauthenticated connection%s on port %d from %s%s",
             self._name, count, "s" * (count > 1), self._port, where, more,
         )  # fmt: skip
         self._strangers.clear()

@@ -81,9 +81,9 @@ def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]]
         raise UsageError(str(first))
     named = os.environ.setdefault(VARIABLE, interface)
     if rank == 0 and named == interface:
-        log.info("gloo groups of Megatron-Core and of torch use interface %s, as %s says", interface, FLAG)
+        log.info("network: gloo uses interface %s (%s)", interface, FLAG)
     elif rank == 0:
-        log.info("gloo groups of Megatron-Core and of torch use interface %s: %s was set before", named, VARIABLE)
+        log.info("network: gloo uses interface %s (%s was already set)", named, VARIABLE)
 
 
 def check_endpoints(endpoints: Sequence[Endpoint]) -> None:

@@ -159,7 +159,7 @@ class ReshardingStore:
                         copy_of(reader, into)
                 except UnreadableCheckpoint as error:
                     old = described(generation.any.facts.topology)
-                    log.warning("iteration %d of the layout %s is left out: %s", snapshot.iteration, old, error)
+                    log.warning("skipped: iteration %d of layout %s: %s", snapshot.iteration, old, error)
                     break  # of no use without this share
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> Writer:
@@ -265,7 +265,7 @@ class ReshardingStore:
         if iteration not in self._told and self._rank == 0:
             was, now = described(generation.any.facts.topology), described(self._live_layout().facts)
             place = "" if self._memory is None else f", from {self._memory}"
-            log.info("iteration %d was stored in the layout %s and is restored in %s%s", iteration, was, now, place)
+            log.info("resharding: iteration %d from layout %s to %s%s", iteration, was, now, place)
         self._told.add(iteration)
 
     def _live_layout(self) -> LiveLayout:

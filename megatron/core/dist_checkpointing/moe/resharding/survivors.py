@@ -161,7 +161,7 @@ class _AnyCopy:
         while self._left:
             holder = self._left.pop(0)
             if why:
-                log.warning("%s; the copy of rank %d is taken", why, holder)
+                log.warning("%s; using the copy of rank %d", why, holder)
             try:
                 return self._open(holder, self._snapshot)
             except UnreadableCheckpoint as error:
@@ -182,7 +182,7 @@ def _rows(memory: MappedStore, is_older: Callable[[Manifest], bool]) -> tuple[_R
                     timeline = msgspec.convert(reader.manifest.facts.scalars.get("timeline"), Lineage)
                     rows.append(_Row(snapshot, timeline))
         except (MoECheckpointError, msgspec.ValidationError) as error:
-            log.warning("the %s in memory is passed by: %s", snapshot, error)
+            log.warning("skipped: %s in memory: %s", snapshot, error)
     return tuple(rows)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import ANY_JOB, MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
+from ..policy.checks import scaled
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, own_endpoint
@@ -81,8 +82,8 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
     endpoints = tuple(Endpoint(**one["endpoint"]) for one in found)
     check_endpoints(endpoints)
     if rank == 0:
-        name = endpoints[0].interface or f"that of the host name {endpoints[0].host}"
-        log.info("checkpoints talk over interface %s, address %s on rank 0", name, endpoints[0].address)
+        name = endpoints[0].interface or f'of hostname "{endpoints[0].host}"'
+        log.info("network: rank 0 listens on %s (interface %s)", endpoints[0].address, name)
     job_id = agree_on_job([JobClaim(**one["job"]) for one in found])
     return JobMembers(endpoints, job_id, tuple(one["run"] for one in found), tuple(one["node"] for one in found))
 
@@ -148,7 +149,7 @@ class Transports(NamedTuple):
         wait_s = RECOVERY_PATIENCE * timeout_s
         patient = bulk(store, rank, world_size, "moe-ckpt-recovery", wait_s, address=address)
         if rank == 0:
-            log.info("replicas, and what a recovery fetches, go over %s", data.medium)
+            log.info("replication and recovery transport: %s", data.medium)
         return cls(control, data, patient, links)
 
 
@@ -212,8 +213,8 @@ def open_memories(
         raise
     if transport.rank == 0:
         for (area, sizes), negative in zip(segment_bytes.items(), most, strict=True):
-            facts = _KEPT[area], -negative / 1e9, memory_folder(config), len(sizes)
-            log.info("%s in memory: at most %.3f GB per rank in %s (%d segments)", *facts)
+            facts = scaled(-negative), _KEPT[area], memory_folder(config), len(sizes)
+            log.info("memory per rank: at most %s of %s in %s (%d segments)", *facts)
     return opened
 
 

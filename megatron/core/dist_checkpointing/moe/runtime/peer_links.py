@@ -179,9 +179,9 @@ class PeerLinks:
         other = self.sockets.pop(connection)
         with connection:
             try:
-                return "" if connection.recv(1) else f"rank {other} is gone: its connection has closed"
+                return "" if connection.recv(1) else f"peer failure: rank {other} closed its connection"
             except OSError as error:
-                return f"rank {other} is gone: {error.strerror}"
+                return f"peer failure: rank {other}: {error.strerror}"
 
     def end(self) -> None:
         """Say goodbye: this rank ends well, and no other loses it."""

@@ -131,4 +131,4 @@ class PreviousLayout:
             for snapshot in gone:
                 self._memory.free(snapshot)
         except StoreFailure as error:
-            log.error("memory of the older layout could not be freed: %s", error)
+            log.error("cannot free memory of the previous layout: %s", error)

@@ -352,7 +352,7 @@ class ProtectedSession(Session):
             budget = survivor.parking_budget()
             log.info("%s", budget)
             if not budget.fits:
-                log.warning("that may not suffice for all ranks of a node at once: %s", PATIENCE_ADVICE)
+                log.warning("emergency save may exceed its limit if a whole node saves at once: %s", PATIENCE_ADVICE)
 
     def _facts(self) -> Mapping[str, Any]:
         """Who this is, for whoever asks for the status of the job."""
@@ -457,7 +457,7 @@ class ProtectedSession(Session):
         try:
             self.held.close()
         except Exception as error:  # connections may be lost: whoever speaks through them fails
-            log.debug("while a session was given up: %s", format_error(error))
+            log.debug("closing an interrupted session: %s", format_error(error))
 
     def shutdown(self, *, keep_memory: bool) -> None:
         assert self.coordinator is not None

@@ -13,6 +13,7 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
+from ..policy.checks import scaled
 from ..ports import Clock, NoRoom, Transport
 from ..replay.densify import Logs
 from ..replication.agreement import raise_on_all_ranks
@@ -72,8 +73,7 @@ class RankMemory:
             shortage = "" if self._strategy.gave_up else room.shortage(taken)
             if not shortage:
                 if self._rank == 0:
-                    facts = taken * room.ranks / 1e9, room.ranks, room
-                    log.info("checkpoints take %.3g GB of the memory of a node with %d ranks, which has %s", *facts)
+                    log.info("memory: %s of %s per node (%d ranks)", scaled(taken * room.ranks), room, room.ranks)
                 try:
                     layout = parallel_layout(self._topology, self._config.shard)
                     near = self._state.near_cpus

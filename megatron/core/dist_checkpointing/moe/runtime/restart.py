@@ -162,8 +162,8 @@ class Restart:
         if trainer.iteration >= older:
             return True
         log.warning(
-            "of what was saved up to iteration %d the newest intact state is a snapshot after %d",
-            request.newest, older,
+            "newest intact state: snapshot of iteration %d (checkpoints up to %d are not usable)",
+            older, request.newest,
         )  # fmt: skip
         if self._is_restored(trainer):
             return False

@@ -51,14 +51,14 @@ _TICK_S = 0.02
 class Interrupted(PeerLost):
     """Raised in the main thread when a peer is lost."""
 
-    def __init__(self, sentence: str = "a peer is lost, and all connections were given up; a line above says which"):
+    def __init__(self, sentence: str = "peer failure: all connections closed; a line above names the rank"):
         super().__init__(sentence)
 
 
 class TerminationRequested(Terminated):
     """Raised in the main thread when SIGTERM came and it was in a call that did not return."""
 
-    def __init__(self, sentence: str = "told to end by SIGTERM while it waited for others; leaving"):
+    def __init__(self, sentence: str = "SIGTERM received while waiting for other ranks; exiting"):
         super().__init__(sentence)
 
 
@@ -226,12 +226,12 @@ class Watcher:
 
     def _interrupt(self, why: str, cause: Cause) -> None:
         where, until_s, is_forced = self._main.where, time.monotonic() + PROTECTED_S, False
-        log.warning("rank %d: %s, and the main thread waits in %s: giving up all connections", self._rank, why, where)
+        log.warning("rank %d: %s; the main thread is blocked in %s: closing all connections", self._rank, why, where)
         # Without the lock: the main thread may leave meanwhile, for which it takes the lock.
         while not self._session.interrupt(force=is_forced):
             is_forced = time.monotonic() > until_s
             if is_forced:
-                log.warning("rank %d: the optimizer's step did not end in %g s: cut off", self._rank, PROTECTED_S)
+                log.warning("rank %d: optimizer step did not finish in %g s: aborted", self._rank, PROTECTED_S)
             elif self._left.wait(_TICK_S):
                 return
         with self._lock:
@@ -247,7 +247,7 @@ class Watcher:
         self._hang_up()
         if not self._left.wait(LEAVING_S):
             where = self._main.where
-            log.error("rank %d: the main thread has not left %s %g s after that", self._rank, where, LEAVING_S)
+            log.error("rank %d: the main thread is still blocked in %s after %g s", self._rank, where, LEAVING_S)
 
 
 def stood_down(watcher: Watcher | None) -> Cause | None:

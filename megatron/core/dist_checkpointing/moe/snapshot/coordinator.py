@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import MoECheckpointError
 from ..extensions.base import Additions
-from ..policy.lifecycle import Protection
+from ..policy.lifecycle import Protection, ProtectionState
 from ..policy.memory_limit import CopyRate
 from ..policy.tracking import RestoredState
 from ..ports import (
@@ -467,8 +467,15 @@ class Coordinator:
             if beyond:
                 self._strategy.on_deferred_tokens(news.iteration, beyond)
             self._tally.tokens += ((news.iteration, rows),)
+        before = self._tracker.protection.state
         if self._tracker.update(news.statuses, self._iteration):
             self._strategy.on_costs(news.costs)
+        now = self._tracker.protection
+        if now.state is ProtectionState.PROTECTED is not before and self._ports.control.rank == 0:
+            copies = self._job.replicas
+            log.info(
+                "protected since iteration %d: in memory, %d replica%s", now.since_iteration, copies, "s"[copies == 1 :]
+            )
         if self._strategy.needs_throughput:
             self._strategy.throughput_measured(news.pace)
         for note in self._strategy.take_notes():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import CheckpointFailure, MoECheckpointError
+from ..policy.checks import scaled
 from ..policy.memory_limit import MemoryLimit
 from ..ports import Capturer, Json, MappedStore, Transport
 from ..strategies import BufferSpec, Job, Strategy
@@ -181,14 +182,11 @@ class MemoryBound:
         """What is wrong with taking so many bytes on each rank; empty where nothing is."""
         if nbytes <= self.nbytes:
             return ""
-        taken, has = nbytes * self.ranks / GB, self.nbytes * self.ranks / GB
-        return (
-            f"checkpoints would take {taken:.3g} GB of a node with {self.ranks} ranks, which has {has:.3g} GB for them:"
-            f" {self.why}"
-        )
+        taken, limit = scaled(nbytes * self.ranks), scaled(self.nbytes * self.ranks)
+        return f"not enough memory: checkpoints need {taken} per node ({self.ranks} ranks), limit {limit}: {self.why}"
 
     def __str__(self) -> str:
-        return self.why if self.nbytes == UNBOUNDED else f"{self.nbytes * self.ranks / GB:.3g} GB for them"
+        return self.why if self.nbytes == UNBOUNDED else scaled(self.nbytes * self.ranks)
 
 
 @dataclass(frozen=True)

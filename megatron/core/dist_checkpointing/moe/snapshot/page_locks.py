@@ -163,7 +163,7 @@ def _say_refused(code: int, nbytes: int) -> None:
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
     log.warning(
-        "cannot page-lock %d bytes of the memory tier (CUDA error %d): copies are slower and stall training; %s",
+        "cannot page-lock %d bytes of host memory (CUDA error %d): copies are slower and stall training; %s",
         nbytes,
         code,
         _what_to_do(code),

@@ -301,7 +301,7 @@ class SnapshotTracker:
         # One copy to storage at a time: each keeps its window in memory, where newer snapshots want the room.
         if any(round_.level is Level.PERSIST for round_ in self.rounds.open):
             log.warning(
-                "the snapshot of iteration %d is not persisted: the one before is still written", plan.iteration
+                "persist skipped for iteration %d: the previous snapshot is still being written", plan.iteration
             )
             self._strategy.on_commit(plans[-1], Level.PERSIST, False)
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)

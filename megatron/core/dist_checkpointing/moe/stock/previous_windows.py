@@ -83,7 +83,7 @@ def made_whole(
         )
     with _shared_folder(args.save, config.persist_dir) as folder:
         if dist.get_rank() == 0:
-            log.info("%s are run again there, by processes of their own on this node", window)
+            log.info("converting %s in separate processes on this node", window)
         with ThreadPoolExecutor(1, "older-window") as beside:
             leaving = threading.Event()
             work = config, window, copy_previous, folder, leaving
@@ -193,7 +193,7 @@ def _convert(
         while process.poll() is None and not leaving.wait(POLL_INTERVAL_S):
             pass
         if process.poll() is None:
-            log.warning("the conversion of %s is told to end: this rank leaves, and nobody needs it", window)
+            log.warning("stopping the conversion of %s: this rank is exiting", window)
             _end(process, timeout_s)
         if process.returncode == 0:
             return ""
@@ -213,7 +213,7 @@ def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         time.sleep(POLL_INTERVAL_S)
     if process.poll() is not None:
         return
-    log.error("waited %g s for moe-ckpt convert to end, and kill it with all that it has started", timeout_s)
+    log.error("moe-ckpt convert did not exit in %g s: killing it and its children", timeout_s)
     below = _below(process, recursive=True)
     process.kill()
     for one in below:

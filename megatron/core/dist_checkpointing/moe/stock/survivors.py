@@ -311,7 +311,7 @@ class Survivors:
         reason = why_not(args, self._version, is_started_by_script=by_others)
         if reason is not None:
             if own_slot().may_stay and dist.get_rank() == 0:
-                log.warning("after a fault all ranks will start anew, each in a new process: %s", reason)
+                log.warning("in-place recovery disabled, a failure restarts all ranks: %s", reason)
             return
         own_build().connected()
         self.marks.mark(Milestone.RENDEZVOUS)

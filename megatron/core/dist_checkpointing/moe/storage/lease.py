@@ -232,7 +232,7 @@ class Lease:
                 raise UsageError(self._refusal(found))
             if seen is None:
                 said = found or "somebody"
-                log.info("%s is held by %s: watching for %g s whether that lives", self._where, said, STALE_S)
+                log.info("%s is leased by %s: waiting %g s for a sign of life", self._where, said, STALE_S)
             # After a look that took long the device stood still, perhaps for the holder as well: watch anew.
             quiet_s = quiet_s + POLL_S if content == seen and took_s < RENEW_S else 0.0
             seen = content
@@ -248,7 +248,7 @@ class Lease:
             return self._place.renew(self._content(self._own)) or self._is_restored()
         except (OSError, StoreFailure) as error:
             if not self._is_told:
-                log.warning("the lease of %s cannot be renewed: %s", self._where, format_error(error))
+                log.warning("cannot renew the lease of %s: %s", self._where, format_error(error))
             self._is_told = True
             return True
 
@@ -285,7 +285,7 @@ class Lease:
             if self._place.read() != own:
                 return False
         if found is not None and found.job != self._own.job:
-            log.warning("%s was left by %s, and is this job's from here on", self._where, found)
+            log.warning("%s: taking over the expired lease of %s", self._where, found)
         return True
 
     def _refusal(self, found: Holder) -> str:

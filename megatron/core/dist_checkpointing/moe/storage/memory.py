@@ -276,7 +276,7 @@ class MemoryStore:
         except FileNotFoundError:
             return False
         except OSError as error:
-            log.error("%s is put away: %s", path, error.strerror)
+            log.error("unusable segment %s replaced: %s", path, error.strerror)
             return True
         return length > MOST_BYTES  # whoever listed it has said so
 
@@ -403,7 +403,7 @@ class MemoryStore:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                log.error("%s is left alone: %s", path, error.strerror)
+                log.error("skipped %s: %s", path, error.strerror)
         return found
 
     def _foreign(self, entries: Sequence[SlotEntry]) -> set[str]:

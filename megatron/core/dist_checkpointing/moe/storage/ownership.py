@@ -313,7 +313,7 @@ def warn_unless_in_memory(memory_dir: Path) -> None:
     kind = _file_system(memory_dir)
     if kind not in MEMORY_FILE_SYSTEMS:
         logger.warning(
-            "memory dir %s is on %s, not on tmpfs: snapshots will be as slow as that device; use a folder in /dev/shm",
+            "memory dir %s is on %s, not tmpfs: snapshots are limited by that device; use a folder in /dev/shm",
             memory_dir,
             kind,
         )

@@ -94,7 +94,7 @@ def put_aside(path: Path, what: str, why: object) -> None:
     """
     reason = f"{why} is missing" if isinstance(why, KeyError) else getattr(why, "strerror", None) or why
     # An error: what one rank alone knows is not heard of otherwise.
-    log.error("%s in %s are not readable, and are put aside: %s", what, path, reason)
+    log.error("%s in %s not readable, renamed to *.damaged: %s", what, path, reason)
     with contextlib.suppress(OSError):
         path.replace(path.with_name(f"{path.name}.damaged"))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..policy.checks import scaled
 from ..types import OperatorId, OperatorSize, Part, SnapshotPlan
 from .base import BufferSpec
-
-GB = 1e9
 
 _STEPS = 32
 """Sizes of segments between a power of two and the next."""
@@ -31,11 +30,10 @@ class MemoryReport:
     log_bytes: int = 0
 
     def __str__(self) -> str:
-        more = self.checkpoint_bytes / self.dense_bytes - 1 if self.dense_bytes else 0.0
         return (
-            f"memory of checkpoints per rank: X + Y = {self.checkpoint_bytes / GB:.3f} + {self.log_bytes / GB:.3f} GB"
-            f" (window of {self.window} iterations; {more:+.1%} over {self.dense_bytes / GB:.3f} GB at once); segments:"
-            f" {self.own_bytes / GB:.3f} GB for its own, {self.replica_bytes / GB:.3f} GB for replicas"
+            f"memory per rank: one checkpoint {scaled(self.checkpoint_bytes)} (window of {self.window} iterations; full"
+            f" copy {scaled(self.dense_bytes)}), boundary logs {scaled(self.log_bytes)};"
+            f" buffers: own {scaled(self.own_bytes)}, replicas {scaled(self.replica_bytes)}"
         )
 
 

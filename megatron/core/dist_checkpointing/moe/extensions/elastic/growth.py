@@ -45,7 +45,7 @@ class Growth:
         self._agree(vote)
         self.makes_way = bool(vote.item())
         if self.makes_way and torch.distributed.get_rank() == 0:
-            log.info("leaving training at iteration %d: nodes wait to join", iteration)
+            log.info("elastic: pausing at iteration %d, nodes are waiting to join", iteration)
         return self.makes_way
 
     def make_way(self, is_told_to_end: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 
+from ...policy.checks import scaled
 from ...replication.agreement import raise_on_all_ranks
 from ..base import Additions, Extension
 from .adam_steps import AdamSteps, check_repeatable
@@ -32,7 +33,7 @@ class GradientReplicas(Extension):
         session.held.callback(steps.close)
         additions.steps, additions.sender = steps, StepOffers(session.control.rank)
         if session.control.rank == 0:
-            log.info("gradients for peers take at most %.3f GB of this process", steps.most_bytes / 1e9)
+            log.info("gradient replication: at most %s of host memory per rank", scaled(steps.most_bytes))
 
 
 EXTENSION = GradientReplicas

@@ -47,7 +47,7 @@ class StepOffers:
         interval = iteration - self._iteration
         if self._confirmed and (interval != 1 or step is None):
             why = "its step was not recorded" if interval == 1 else f"peers confirmed iteration {self._iteration} last"
-            log.warning("rank %d sends the state of iteration %d to its peers: %s", self._rank, iteration, why)
+            log.warning("rank %d sends full state of iteration %d to its peers: %s", self._rank, iteration, why)
         if step is None or interval < 1 or self._futile == PATIENCE:
             return [memoryview(b"")] * len(pieces)
         return [
@@ -71,7 +71,9 @@ class StepOffers:
         if offered:
             self._futile = self._futile + 1 if done.not_followed else 0
             if self._futile == PATIENCE:
-                log.warning("rank %d sends state to its peers from here on: they could not follow steps", self._rank)
+                log.warning(
+                    "rank %d: gradient replication disabled, peers cannot repeat steps: sending state", self._rank
+                )
 
     def _step(
         self, manifest: Manifest, raw: memoryview, interval: int, operators: frozenset[OperatorId], step: RecordedStep

@@ -109,7 +109,7 @@ class PersistAgent:
             except OSError as error:
                 from ...errors import format_error
 
-                log.error("no process will finish what is persisted when this one dies: %s", format_error(error))
+                log.error("persist agent lost, uploads end with this process: %s", format_error(error))
                 self._pipe.close()
 
 
@@ -128,7 +128,7 @@ def wait_for_agent(directory: Path, limit_s: float | None) -> None:
     for path in sorted(directory.parent.glob(f"*/{LOCK}")):
         while _is_locked(path):
             if time.monotonic() > until_s:
-                log.error("%s: another process still persists for this slot after %g s; going on", path.parent, waits_s)
+                log.error("%s: still held by another persist agent after %g s; continuing", path.parent, waits_s)
                 break
             time.sleep(_TICK_S)
 
