@@ -14,7 +14,7 @@ from pathlib import Path
 LAST = 5
 """Iterations whose mean loss counts as the loss at the end."""
 HEAD = re.compile(r"(recovered iteration \d+ .*) in \S+ s( \(\w+ rollback\)):")
-DETAIL = re.compile(r"(?:\[moe-ckpt\] )?  (?:not local|stages?|window|ranks|lost in|proportion)\b")
+DETAIL = re.compile(r"  (?:not local|stages?|window|ranks|lost in|proportion)\b")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read(run: Path) -> ComparedRun:
 
 def recoveries(log: str) -> Iterator[str]:
     """What the tables of recoveries in a log say of how they went, without where each operator came from."""
-    for line in log.splitlines():
+    for line in log.replace("[moe-ckpt] ", "").splitlines():
         if head := HEAD.fullmatch(line):
             yield "".join(head.groups())
         elif DETAIL.match(line):
