@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from assigned import check_survivors, sitting
 from low_precision_rows import model
 from runs import Launch, Layout, Train, differences, digest, flags
+from slot_process import check_survivors, sitting
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
 FLAT = Layout(pp=2, ep=1, ranks=2)

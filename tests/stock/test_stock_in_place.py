@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from assigned import check_survivors, survivors
+from slot_process import check_survivors, survivors
 from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 

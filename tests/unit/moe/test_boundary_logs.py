@@ -220,7 +220,7 @@ def test_logs_leave_the_segments_of_other_kinds_alone(tmp_path: Path, new: Calla
 def test_when_sealing_falls_behind_logs_are_lost_and_training_is_not(new: Callable[..., Rank]) -> None:
     rank = new(lane=HeldLane())
     rank.train(range(1, LOOKBACK + 5))
-    assert "iterations 9 to 10; 8 logs are still being sealed" in rank.logs.coverage.why
+    assert "from iteration 0 to 10; 8 logs are still being sealed" in rank.logs.coverage.why
     rank.lane.go.set()
     rank.settle()
     rank.train(range(11, 13), lambda iteration: 10)
@@ -252,7 +252,7 @@ def test_a_store_that_refuses_costs_coverage_until_the_base_has_passed(
     rank.train(range(5, 7))
     assert rank.held() == [1, 2, 5, 6]
     assert rank.logs.coverage.since == 5
-    assert "iterations 3 to 4; " in rank.logs.coverage.why
+    assert "of iterations 3 to 4, " in rank.logs.coverage.why
     assert f"{what}: " in rank.logs.coverage.why
     rank.train(range(7, 8), lambda iteration: 4)
     assert rank.logs.coverage.why == ""

@@ -97,11 +97,11 @@ def test_gloo_groups_that_are_made_later_use_the_interface_of_the_flag(
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
         use_for_gloo("lo", 0)
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-        assert "torch use interface lo, as --moe-ckpt-interface says" in caplog.text
+        assert "gloo uses interface lo (--moe-ckpt-interface)" in caplog.text
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth78")
         use_for_gloo("lo", 0)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth78"
-    assert "torch use interface eth78: GLOO_SOCKET_IFNAME was set before" in caplog.text
+    assert "gloo uses interface eth78 (GLOO_SOCKET_IFNAME was already set)" in caplog.text
 
 
 def test_an_interface_that_one_machine_lacks_is_refused_on_all_ranks_before_gloo_looks_for_it() -> None:

@@ -66,7 +66,7 @@ class Noting(Session):
         self.calls.append(("stepping", iteration, loss, num_tokens))
         return nullcontext()
 
-    def whole(self, iteration: int, journal: StepJournal) -> None:
+    def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
         self.calls.append(("whole", iteration))
 
     def stepped(self, step: StepJournal) -> None:

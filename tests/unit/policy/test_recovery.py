@@ -344,7 +344,7 @@ def test_the_reason_for_a_wider_scope_is_told() -> None:
     without_journal.journal = range(13)
     assert "logs of stage 2 begin with iteration 12" in why_wider(without_logs)
     assert "nobody knows how iteration 13 came out" in why_wider(without_journal)
-    assert "share embeddings" in why_wider(failed_stage(0, stages=4), tied_embeddings=True)
+    assert "tied embeddings" in why_wider(failed_stage(0, stages=4), tied_embeddings=True)
     assert "no rank has parked" in why_wider(Cluster(pipeline(2)).window(10, Tier.OWN_MEMORY))
     assert "logs of stage 0 do not reach" in why_wider(failed_stage(1).park(15, 0, 2))
 

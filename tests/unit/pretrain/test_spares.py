@@ -65,4 +65,4 @@ def test_a_node_that_cannot_start_one_says_so_and_waits_on(
 
     with node.heeded(fail):
         assert tried.wait(WAIT_S)
-    assert [one.message for one in caplog.records] == [f"no standby is started while this node waits: {error}"]
+    assert [one.message for one in caplog.records] == [f"no standby while this node waits: {error}"]
