@@ -79,7 +79,7 @@ def test_when_a_peer_is_lost_the_conversion_is_told_to_end_and_tidies_up(
     with pytest.raises(PeerLost):
         come_back(args, config)
     assert (tmp_path / "code").read_text().strip() == "143", "its job had SIGTERM, and it was waited for itself"
-    assert f"the conversion of {WINDOW} is told to end" in caplog.text
+    assert f"stopping the conversion of {WINDOW}" in caplog.text
     assert list((tmp_path / "storage").iterdir()) == []
 
 
