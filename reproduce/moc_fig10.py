@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, pec_plan, sequential_selection
-from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
 from moe_ckpt.report import Fact
 from moe_ckpt.simulator.models import preset
@@ -18,7 +18,7 @@ EXPERTS_SAVED = (1, 2, 4, 8, 16)
 """K of the figure's bars; the last saves all experts of GPT-350M-16E."""
 
 SERIES = {"none": "baseline", "EE": "EE", "EN": "EN", "equal": "EE + EN", "adaptive": "EE + AN"}
-"""Strategies of `policy.sharding` and what the figure calls them."""
+"""Strategies of `extensions.shard.assignment` and what the figure calls them."""
 
 (SCOPE,) = (scope for scope in TABLE_3_SCOPES if scope.name == "both")
 """What the paper's implementation leaves out of experts that are not selected: with it K = 1 gives the published 42.3 %

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, pec_plan
-from megatron.core.dist_checkpointing.moe.policy.sharding import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.cost import operator_flops

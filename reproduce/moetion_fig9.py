@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, SelectivePlan, selective_plan
+from megatron.core.dist_checkpointing.moe.extensions.lossy.selection import Budgets, SelectivePlan, selective_plan
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, OperatorSize, Topology
 from moe_ckpt.report import Fact
 from moe_ckpt.simulator.clusters import cluster

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.dynamic_k import check_floor
+from megatron.core.dist_checkpointing.moe.extensions.lossy.dynamic_k import check_floor
 
 
 def paper_next_k(k: int, num_experts: int, plt: Fraction, limit: Fraction) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.policy.ledger import LossRecord, TokenLedger
-from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import mlt, plt_moc, plt_pec
+from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import LossRecord, TokenLedger
+from megatron.core.dist_checkpointing.moe.extensions.lossy.recovery import mlt, plt_moc, plt_pec
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION

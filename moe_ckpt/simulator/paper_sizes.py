@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.moe.policy.dynamic_k import check_floor
+from megatron.core.dist_checkpointing.moe.extensions.lossy.dynamic_k import check_floor
 from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, PecScope
 from megatron.core.dist_checkpointing.moe.types import ModelShape, Part, Precision
 

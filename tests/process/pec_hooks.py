@@ -19,9 +19,9 @@ import torch
 @contextlib.contextmanager
 def watched(folder: str) -> Iterator[None]:
     """Write down each snapshot's bytes and experts, the state after each iteration, and each recovery."""
+    from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
+    from megatron.core.dist_checkpointing.moe.extensions.lossy.selective import Selective
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
-    from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
-    from megatron.core.dist_checkpointing.moe.strategies.selective import Selective
     from megatron.core.dist_checkpointing.moe.types import Part
 
     whole, restore, report = ProtectedSession.on_state_consistent, ProtectedSession.restore, ProtectedSession.report

@@ -12,7 +12,7 @@ from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
 from runs import Layout, Train, differences, digest
 
-from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import written_over
 from megatron.core.dist_checkpointing.moe.types import FP32, ModelShape, OperatorId, Part, Topology, full_plan

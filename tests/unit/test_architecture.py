@@ -60,6 +60,7 @@ ROWS = {
     f"{ENGINE}.ports": Row(VALUES),
     f"{ENGINE}.policy": Row(VALUES, standard=PURE),
     f"{ENGINE}.strategies": Row(f"{VALUES} config policy", standard=PURE | {"importlib"}),
+    f"{ENGINE}.extensions.lossy": Row(f"{VALUES} config policy strategies", standard=PURE),
     # The table of extensions, and where they take part; each is imported by jobs that ask for it.
     f"{ENGINE}.extensions": Row("config ports types"),
     f"{ENGINE}.storage": Row(f"{VALUES} boot_clock", "fsspec msgspec numpy psutil xxhash"),
@@ -80,14 +81,16 @@ ROWS = {
     f"{ENGINE}.extensions.bubbles": Row(
         f"{VALUES} extensions policy ports replication snapshot local_recovery", "megatron.core torch"
     ),
-    f"{ENGINE}.extensions.capacity_boost": Row("extensions policy types megatron_state", "megatron.core torch"),
+    f"{ENGINE}.extensions.capacity_boost": Row(
+        "extensions extensions.lossy types megatron_state", "megatron.core torch"
+    ),
     f"{ENGINE}.extensions.elastic": Row("config errors standby", "torch"),
     f"{ENGINE}.extensions.gradient_replicas": Row(
         f"{VALUES} extensions policy ports replication strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.extensions.persist_agent": Row("errors extensions snapshot storage"),
     f"{ENGINE}.extensions.shard": Row(
-        f"{VALUES} extensions policy strategies megatron_state", "megatron.core torch"
+        f"{VALUES} extensions strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
         "errors core_versions device_threads megatron_state replay replication runtime standby", "megatron.core torch"
@@ -117,9 +120,9 @@ ROWS = {
         "megatron.core psutil torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
-    f"{TOOLS}.checkpoints": Row(f"{PARTS} config storage", "fsspec torch", "dense report"),
+    f"{TOOLS}.checkpoints": Row(f"{PARTS} config extensions.lossy storage", "fsspec torch", "dense report"),
     f"{TOOLS}.runs": Row("errors storage", "msgspec torch", "checkpoints report"),
-    f"{TOOLS}.simulator": Row(f"{VALUES} config policy strategies"),
+    f"{TOOLS}.simulator": Row(f"{VALUES} config extensions.lossy policy strategies"),
     f"{TOOLS}.commands": Row(
         f"{PARTS} config contradictions storage", "click torch",
         "megatron_core report dense hugging_face checkpoints runs simulator",
@@ -138,7 +141,9 @@ ROWS = {
     # Entry points and what stands outside of packages.
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),
-    "reproduce": Row(f"{VALUES} policy", "click matplotlib", "report simulator megatron_core"),
+    "reproduce": Row(
+        f"{VALUES} extensions.lossy extensions.shard policy", "click matplotlib", "report simulator megatron_core"
+    ),
     "tools": Row(
         "config errors features policy types strategies core_versions megatron_state replay", "click torch yaml",
         "commands simulator __init__", f"pretrain_gpt_moe {DRIVER} {ENGINE}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
-from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
+from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
 from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost

@@ -1,6 +1,6 @@
 """MOETION: each iteration the experts that the links have time for, those with the most tokens at risk first.
 
-`policy/selective` decides here as it does in `strategies/selective`, for layers that are all alike. One difference:
+`extensions/lossy/selection` decides here as in training, for layers that are all alike. One difference:
 where the links have no time for a single expert, a job sends one of each rank all the same, and here none is sent.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.core.dist_checkpointing.moe.policy.selective import Budgets, select, selective_plan
+from megatron.core.dist_checkpointing.moe.extensions.lossy.selection import Budgets, select, selective_plan
 from megatron.core.dist_checkpointing.moe.types import expert
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost

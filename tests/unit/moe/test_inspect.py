@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing.moe.policy.ledger import TokenLedger
+from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore

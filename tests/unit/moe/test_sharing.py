@@ -12,6 +12,7 @@ from megatron_flags import judged
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.extensions.shard import sharing
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.extensions.shard.sharing import Portion, join, share_out
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     GlobalName,
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.moe.megatron_state.operators import (
     StateTensor,
     holders,
 )
-from megatron.core.dist_checkpointing.moe.policy.sharding import ShardAssignment, shard_checkpoint
 from megatron.core.dist_checkpointing.moe.types import (
     FP32,
     ModelShape,

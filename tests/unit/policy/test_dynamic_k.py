@@ -13,8 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.dynamic_k import MOC_PLT_THRESHOLD, PltLimit, choose_k, k_ladder
-from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import Level, TokenLedger
+from megatron.core.dist_checkpointing.moe.extensions.lossy.dynamic_k import (
+    MOC_PLT_THRESHOLD,
+    PltLimit,
+    choose_k,
+    k_ladder,
+)
+from megatron.core.dist_checkpointing.moe.extensions.lossy.recovery import Level, TokenLedger
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 from reproduce.paper_k import Cadence, paper_next_k, worst_case_lost_tokens

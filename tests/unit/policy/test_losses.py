@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import Level, TokenLedger, mlt, plt_moc, plt_pec
+from megatron.core.dist_checkpointing.moe.extensions.lossy.recovery import Level, TokenLedger, mlt, plt_moc, plt_pec
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, expert
 
 SNAPSHOT, PERSIST = Level.SNAPSHOT, Level.PERSIST

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
-from megatron.core.dist_checkpointing.moe.policy.lossy_recovery import plan_lossy_recovery
+from megatron.core.dist_checkpointing.moe.extensions.lossy.recovery import plan_lossy_recovery
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,

@@ -13,9 +13,9 @@ from strategy_cases import TOKENS, World, job_of
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.moe.strategies import Job, Throughput
-from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
 from megatron.core.dist_checkpointing.moe.types import (
     Level,
     OperatorId,

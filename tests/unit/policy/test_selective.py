@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
-from megatron.core.dist_checkpointing.moe.policy.selective import (
+from megatron.core.dist_checkpointing.moe.extensions.lossy.selection import (
     Budgets,
     allocate,
     capacity_boost,
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.moe.policy.selective import (
     selective_plan,
     total_experts,
 )
+from megatron.core.dist_checkpointing.moe.policy.checks import budget_bytes
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, OperatorSize, Part, expert
 
 NAN, INF = math.nan, math.inf

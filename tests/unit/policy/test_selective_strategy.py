@@ -12,11 +12,11 @@ from strategy_cases import TOKENS, World, job_of, owned
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.ledger import TokenLedger
+from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
+from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
+from megatron.core.dist_checkpointing.moe.extensions.lossy.selective import Selective
+from megatron.core.dist_checkpointing.moe.extensions.lossy.strategy import Lossy
 from megatron.core.dist_checkpointing.moe.strategies import Job, Throughput
-from megatron.core.dist_checkpointing.moe.strategies.lossy import Lossy
-from megatron.core.dist_checkpointing.moe.strategies.pec import Pec
-from megatron.core.dist_checkpointing.moe.strategies.selective import Selective
 from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, OperatorSize, SnapshotPlan, Topology, expert
 
 SELECTIVE = MoECheckpointConfig(strategy="selective", replicas=1)

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.sharding import (
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import (
     SHARDINGS,
     ParameterRange,
     ShardAssignment,

@@ -1,4 +1,4 @@
-"""Strategies by name: a folder each, one line here; a job imports the one that it asks for."""
+"""Strategies by name, one line each; a job imports the one that it asks for."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .interval_policy import Costs
 
 
 class _Registered(NamedTuple):
-    """kind: what the folder exports. settings: what names of settings begin with that are for it."""
+    """module: where it is. kind: the class there. settings: what names of settings begin with that are for it."""
 
+    module: str
     kind: str
     settings: tuple[str, ...] = ()
 
 
 _REGISTRY = {
-    "full": _Registered("Full"),
-    "pec": _Registered("Pec", ("pec_", "plt_")),
-    "selective": _Registered("Selective", ("budget_", "capacity_boost")),
-    "sparse": _Registered("Sparse", ("window", "ordering", "reorder_", "replay_")),
+    "full": _Registered(".full", "Full"),
+    "pec": _Registered("..extensions.lossy.pec", "Pec", ("pec_", "plt_")),
+    "selective": _Registered("..extensions.lossy.selective", "Selective", ("budget_", "capacity_boost")),
+    "sparse": _Registered(".sparse", "Sparse", ("window", "ordering", "reorder_", "replay_")),
 }
 
 
 class _Strategies(Mapping[str, type[Strategy]]):
     def __getitem__(self, name: str) -> type[Strategy]:
-        folder = import_module(f".{name}", __name__) if name in _REGISTRY else None
-        return cast("type[Strategy]", getattr(folder, _REGISTRY[name].kind))
+        module = import_module(_REGISTRY[name].module, __name__)
+        return cast("type[Strategy]", getattr(module, _REGISTRY[name].kind))
 
     def __iter__(self) -> Iterator[str]:
         return iter(_REGISTRY)

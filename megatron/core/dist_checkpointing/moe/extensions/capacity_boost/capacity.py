@@ -20,8 +20,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from ...megatron_state.module_tree import layers_of_routers
 from ...megatron_state.popularity import ArrivingCounts
-from ...policy.selective import capacity_boost
 from ...types import OperatorId, expert
+from ..lossy.selection import capacity_boost
 
 Routed = tuple[torch.Tensor, torch.Tensor]
 """Probabilities and choice of experts, each [tokens, experts]."""

@@ -25,8 +25,8 @@ from ...megatron_state.module_tree import model_shape
 from ...megatron_state.operators import GlobalName, StateTensor
 from ...megatron_state.quantization import is_scale
 from ...megatron_state.restore import LiveRestorer, level_step_counts, recast_compute_weights, settle_gathers
-from ...policy.sharding import ShardAssignment, shard_checkpoint
 from ...types import FP32, ModelShape, OperatorId, Part, SnapshotPlan, Topology, full_plan
+from .assignment import ShardAssignment, shard_checkpoint
 
 _SUMMED_AS = {4: torch.int32, 8: torch.int64}
 """Integers that collectives of gloo and NCCL add up, by the size of what they stand for; else single bytes."""
@@ -117,7 +117,7 @@ def assign(
     """Who stores which master weights and moments, of all operators; the same for every snapshot, and on all ranks.
 
     Args:
-        strategy: `equal` or `adaptive`, see `policy/sharding.py`.
+        strategy: `equal` or `adaptive`, see `extensions/shard/assignment.py`.
         chunks: The model chunks of this rank.
         tensors: All state of this rank.
         topology: The layout of the job.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from ..errors import UsageError
-from ..types import Level, OperatorId
+from ...errors import UsageError
+from ...types import Level, OperatorId
 from .ledger import TokenLedger
-from .lossy_recovery import plt_moc
+from .recovery import plt_moc
 
 MOC_PLT_THRESHOLD = Fraction(375, 10_000)
 """3.75 %, up to which MoC found no effect on accuracy (MoC 3.1.2)."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from ...errors import UsageError
 from ...policy.checks import not_negative
-from ...policy.dynamic_k import PltLimit
-from ...policy.ledger import TWO_LEVELS
-from ...policy.lossy_recovery import mlt, plan_lossy_recovery, plt_pec
+from ...strategies.base import Job, LossReport, Strategy
+from ...strategies.constants import ConstantState
 from ...types import Inventory, Level, Lost, OperatorId, Piece, RecoveryPlan, SnapshotPlan, Topology
-from ..base import Job, LossReport, Strategy
-from ..constants import ConstantState
+from .dynamic_k import PltLimit
+from .ledger import TWO_LEVELS
 from .pieces import expert_pieces, kinds_of
+from .recovery import mlt, plan_lossy_recovery, plt_pec
 from .state import LossyState
 
 

@@ -7,11 +7,11 @@ from fractions import Fraction
 from functools import partial
 from math import lcm
 
-from ..errors import UsageError
-from ..types import Inventory, Level, Lost, OperatorId, Part, RecoveryPlan, ReplaySegment, Scope, Topology
-from .availability import RankState, Record, StageState, copy_sources, rank_states, refusals, stage_states
+from ...errors import UsageError
+from ...policy.availability import RankState, Record, StageState, copy_sources, rank_states, refusals, stage_states
+from ...policy.recovery import impossible
+from ...types import Inventory, Level, Lost, OperatorId, Part, RecoveryPlan, ReplaySegment, Scope, Topology
 from .ledger import LossRecord, TokenLedger
-from .recovery import impossible
 
 PARTS = (Part.MASTER, Part.MOMENTS)
 Newest = Mapping[Part, Mapping[OperatorId, int]]

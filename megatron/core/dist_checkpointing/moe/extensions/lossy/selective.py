@@ -10,14 +10,14 @@ from typing import Any
 
 from ...config import MoECheckpointConfig
 from ...errors import UsageError
-from ...policy.ledger import TWO_LEVELS
 from ...policy.tracking import PLACES
+from ...strategies.base import NO_BUFFERS, BufferSpec, Job, LossReport, Throughput
 from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, expert, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job, LossReport, Throughput
-from ..lossy import Lossy
-from ..lossy.state import Flight
-from .budgets import LOCAL_FLAG, REMOTE_FLAG, LinkBudgets, parse_budget
-from .lanes import lanes_of, selected
+from .expert_lanes import lanes_of, selected
+from .ledger import TWO_LEVELS
+from .link_budgets import LOCAL_FLAG, REMOTE_FLAG, LinkBudgets, parse_budget
+from .state import Flight
+from .strategy import Lossy
 
 
 class Selective(Lossy):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import UsageError
-from ..types import OperatorId, OperatorSize, SnapshotPlan, full_plan
-from .checks import budget_bytes, positive, whole
+from ...errors import UsageError
+from ...policy.checks import budget_bytes, positive, whole
+from ...types import OperatorId, OperatorSize, SnapshotPlan, full_plan
 
 
 def total_experts(available_bytes: int, non_expert_bytes: int, expert_bytes: int, experts: int) -> int:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from operator import add, sub
 from typing import Any, NamedTuple
 
-from ..errors import UsageError
-from ..types import Level, OperatorId
+from ...errors import UsageError
+from ...types import Level, OperatorId
 
 Counts = tuple[tuple[int, ...], ...]
 """Whole numbers by MoE layer (in the order of the ledger's `layers`) and expert."""

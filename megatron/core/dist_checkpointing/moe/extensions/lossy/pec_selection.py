@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...policy.partial import Stages, persist_selection
+from ...strategies.base import Job
 from ...types import OperatorId, expert
-from ..base import Job
-from ..lossy.state import Experts
+from .state import Experts
 
 
 def overdue(stages: Stages, num_experts: int, ages: Mapping[OperatorId, int], limit: int, k: int) -> Experts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...policy.memory_limit import parse_bytes
-from ..base import Throughput
+from ...strategies.base import Throughput
 
 LOCAL_FLAG, REMOTE_FLAG = "--moe-ckpt-budget-local", "--moe-ckpt-budget-remote"
 AUTO = "auto"

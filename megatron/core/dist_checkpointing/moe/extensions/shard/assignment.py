@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..errors import UsageError
-from ..types import ModelShape, OperatorId, Part, Precision, Topology, full_plan
+from ...errors import UsageError
+from ...types import ModelShape, OperatorId, Part, Precision, Topology, full_plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from ...config import MoECheckpointConfig
-from ...policy.dynamic_k import choose_k, k_ladder
 from ...policy.partial import PEC_SCOPES, by_load, in_turn, next_position, pec_plan
+from ...strategies.base import NO_BUFFERS, BufferSpec, Job, Throughput
 from ...types import Level, OperatorId, RecoveryPlan, SnapshotPlan, full_plan
-from ..base import NO_BUFFERS, BufferSpec, Job, Throughput
-from ..lossy import Lossy
-from ..lossy.pieces import moe_layers_of_stages
-from ..lossy.state import Experts, Flight
-from .selection import age, k_within, overdue, to_persist
+from .dynamic_k import choose_k, k_ladder
+from .pec_selection import age, k_within, overdue, to_persist
+from .pieces import moe_layers_of_stages
+from .state import Experts, Flight
+from .strategy import Lossy
 
 
 class Pec(Lossy):

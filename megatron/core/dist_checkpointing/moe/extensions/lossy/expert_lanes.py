@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...policy.selective import within_budget
+from ...strategies.base import Job
 from ...types import OperatorId, OperatorSize
-from ..base import Job
-from ..lossy.state import Experts
-from .budgets import LinkBudgets
+from .link_budgets import LinkBudgets
+from .selection import within_budget
+from .state import Experts
 
 Tokens = Mapping[OperatorId, int]
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UsageError
-from ...policy.ledger import TWO_LEVELS, Saved, TokenLedger
 from ...types import Level, OperatorId, RecoveryPlan, Tier, expert
+from .ledger import TWO_LEVELS, Saved, TokenLedger
 
 Experts = frozenset[OperatorId]
 Captures = Mapping[Level, Mapping[OperatorId, tuple[Saved, ...]]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from string import ascii_lowercase
 
+from ...strategies.base import Job
 from ...types import OperatorId, OperatorKind, Part, Piece, SnapshotPlan
-from ..base import Job
 
 DENSE = "dense"
 _PREFIX = "expert"
