@@ -96,20 +96,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=NodeRange.parse,
         default=NodeRange(1, 1),
         metavar="N|MIN:MAX",
-        help="nodes, each played by an agent on this machine; with --moe-ckpt-elastic as few as MIN may be left",
+        help="simulated nodes, each an agent on this machine; MIN:MAX with --moe-ckpt-elastic",
     )
-    parser.add_argument(
-        "--spares", type=int, help="nodes that may take the place of lost ones (default: --max-restarts)"
-    )
-    parser.add_argument("--spare-after-s", type=float, default=0.0, help="seconds until one does")
+    parser.add_argument("--spares", type=int, help="spare nodes that replace lost ones (default: --max-restarts)")
+    parser.add_argument("--spare-after-s", type=float, default=0.0, help="seconds until a spare joins")
     parser.add_argument(
         "--last-call-s",
         type=float,
         default=LAST_CALL_S,
-        help="with MIN:MAX: how long nodes that meet wait for more of them",
+        help="with MIN:MAX: seconds that a rendezvous waits for more nodes",
     )
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
-    parser.add_argument("--standbys", type=int, default=0, help="processes of a node that wait to replace lost ranks")
+    parser.add_argument("--standbys", type=int, default=0, help="hot standby processes per node")
     HealthOptions.add_flags(parser)
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)

@@ -38,22 +38,20 @@ class HealthOptions:
         """
         parser.add_argument(
             f"--{prefix}strikes", type=_strikes, default=(0, 0.0), metavar="N/TIME", dest="strikes",
-            help="a node whose own ranks fail N times within TIME, such as 3/10m, leaves the job to a spare (default:"
-            " never)",
+            help="exclude a node after N failures of its own ranks within TIME, such as 3/10m (default: never)",
         )  # fmt: skip
         parser.add_argument(
             f"--{prefix}health-check", default="", metavar="CMD", dest="health_check",
-            help="shell command that has to end with 0 on a node before its ranks are started, each time; else the node"
-            " leaves the job",
+            help="shell command to run on a node before each start of its ranks; a non-zero exit excludes the node",
         )  # fmt: skip
         parser.add_argument(
             f"--{prefix}health-timeout", type=_seconds, default=60.0, metavar="S", dest="health_timeout",
-            help="seconds that the health check may take (default: 60)",
+            help="timeout of the health check in seconds (default: 60)",
         )  # fmt: skip
         parser.add_argument(
             f"--{prefix}hang-timeout", type=_seconds, default=0.0, metavar="S", dest="hang_timeout",
-            help="seconds without a trained iteration after which stacks are printed and ranks that hang are killed, so"
-            " that the job recovers; more than the longest iteration, evaluation and save together (default: never)",
+            help="seconds without a finished iteration after which stacks are printed and hung ranks killed, so that"
+            " the job recovers; set it above the longest iteration, evaluation and save together (default: never)",
         )  # fmt: skip
 
     @classmethod

@@ -69,8 +69,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="processes per node that wait with all imports done to replace lost ranks, while the other ranks"
-        " keep their processes (0: as torchrun)",
+        help="hot standby processes per node: a standby replaces a failed rank while surviving ranks keep running"
+        " (0: plain torchrun)",
     )
     HealthOptions.add_flags(parser, "moe-ckpt-")
     options = parser.parse_args(argv)

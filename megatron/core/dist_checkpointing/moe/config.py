@@ -184,178 +184,180 @@ class MoECheckpointConfig:
 
     strategy: str = flag(
         "none",
-        "what is snapshotted: nothing, everything (full), all but experts and K experts per layer (pec) or those that "
-        "the links have time for (selective), or each operator once in a window of iterations (sparse)",
+        "what a snapshot holds. full: the complete state. sparse: each operator once in a window of iterations, exact "
+        "by replay. pec: all non-expert state and K experts per layer, lossy. selective: all non-expert state and the "
+        "experts that fit the link budgets, lossy",
     )
     window: str = flag(
         "auto",
-        "sparse: iterations in which each operator is snapshotted once; auto takes as few as copies have time for",
+        "sparse: iterations per window; each operator is copied in full once in it. auto: the smallest window whose "
+        "copies fit the iteration",
         metavar="auto|N",
     )
     ordering: str | None = flag(
         None,
-        "sparse: which operators come last in a window, and are frozen for longest when it is replayed: experts with "
-        "the most tokens (popularity), with the highest sum of gating probabilities over all tokens (soft-count), with "
-        "the most tokens lately (time-decayed), or for their capacity; or the front of the model (default: popularity, "
-        "without experts layer-order)",
+        "sparse: order in which operators are copied in full within a window; the last ones stay frozen longest in a "
+        "replay. popularity: experts with the most tokens last; soft-count: with the highest sum of gate "
+        "probabilities; time-decayed: with the most recent tokens; capacity-aware: by tokens over capacity; "
+        "layer-order: the front of the model last (default: popularity, layer-order for a model without experts)",
         choices=("popularity", "soft-count", "time-decayed", "capacity-aware", "layer-order"),
     )
     ordering_decay: float = flag(
         0.9,
-        "sparse with --moe-ckpt-ordering time-decayed: how much of the moving average of tokens stays from one "
-        "iteration to the next, below 1",
+        "sparse with --moe-ckpt-ordering time-decayed: decay of the moving average of tokens per iteration, below 1",
         minimum=0,
     )
     ordering_capacities: tuple[float, ...] = flag(
         (),
-        "sparse with --moe-ckpt-ordering capacity-aware: capacity of each expert of a layer, in any unit; experts are "
-        "ordered by tokens over capacity",
+        "sparse with --moe-ckpt-ordering capacity-aware: capacity of each expert of a layer, in any unit",
         minimum=0,
     )
     reorder_threshold: float = flag(
-        0.10, "sparse: by how much the share of tokens of an expert has to change to count as changed", minimum=0
+        0.10, "sparse: relative change of an expert's token share that counts as changed", minimum=0
     )
     reorder_fraction: float = flag(
-        0.25, "sparse: share of the experts that must have changed before the next window has a new order", minimum=0
+        0.25, "sparse: share of changed experts that triggers a new order in the next window", minimum=0
     )
-    interval: int = flag(1, "iterations between snapshots; where the interval adapts, the first one", minimum=1)
+    interval: int = flag(
+        1, "iterations between snapshots; the first interval where --moe-ckpt-interval-policy adapts it", minimum=1
+    )
     interval_policy: str = flag(
         "fixed",
-        "keep the interval, or adapt it to measured costs: to at most 3%% overhead (checkfreq; and "
-        "--moe-ckpt-persist-interval to what storage takes), or to the failures of --moe-ckpt-mtbf-s (young, daly)",
+        "fixed; or adapt to measured costs: checkfreq keeps the overhead below 3%% (and sets "
+        "--moe-ckpt-persist-interval to the storage bandwidth), young and daly minimize lost time for "
+        "--moe-ckpt-mtbf-s",
         choices=("fixed", "checkfreq", "young", "daly"),
     )
-    mtbf_s: float | None = flag(None, "mean seconds between failures of the whole job, for young and daly", minimum=1)
+    mtbf_s: float | None = flag(
+        None, "mean time between failures of the whole job in seconds, for young and daly", minimum=1
+    )
     memory_dir: str | None = flag(
-        None, "folder on a tmpfs for snapshots in host memory (default: /dev/shm/moe-ckpt-USER, made if missing)"
+        None, "tmpfs folder for snapshots in host memory (default: /dev/shm/moe-ckpt-USER, created if missing)"
     )
     secret_file: str | None = flag(
         None,
-        "file with a secret that only this job has, on every node, readable by you alone: snapshots are sealed with "
-        "it, and those of others refused, at 0.4 to 2 GB/s per core in place of 5 to 13 (default: "
-        "MOE_CKPT_SECRET_FILE; none: checksums without a key)",
+        "file with a secret of this job, on every node, readable by its owner alone. Snapshots are signed with it and "
+        "unsigned ones refused; costs checksum throughput (0.4 to 2 GB/s per core instead of 5 to 13). Default: "
+        "MOE_CKPT_SECRET_FILE; none: checksums without a key",
         metavar="FILE",
     )
     memory_limit: str | None = flag(
         None,
-        "most that checkpoints may take of the memory of each node, such as 200GiB or 70%%; what does not fit is given "
-        "up step by step: boundary logs, the size of the window, the window, protection (default: what the folder has)",
+        "maximum memory for checkpoints per node, such as 200GiB or 70%%. What does not fit is dropped in this order: "
+        "boundary logs, window size, the window, protection (default: free space of --moe-ckpt-memory-dir)",
         metavar="BYTES|PERCENT",
     )
     copy_rate: str = flag(
         "auto",
-        "GB/s at most at which snapshots are copied to host memory, over a bus that training uses too; auto ends them "
-        "within the passes, max copies as fast as it goes",
+        "maximum rate of copies to host memory in GB/s. auto: as slow as the passes of an iteration allow; max: "
+        "unthrottled",
         metavar="auto|max|GB/S",
     )
     copy_placement: str = flag(
         "spread",
-        "where copies to host memory and to peers go within the passes: evenly over them (spread), or first to when "
-        "this rank's pipeline stage waits for another one, and beside computation what these waits have no time for "
-        "(bubbles); needs pipeline stages and --moe-ckpt-copy-rate auto",
+        "when copies to host memory and to peers run within the passes. spread: evenly; bubbles: first while this "
+        "pipeline stage is idle, the rest beside computation; bubbles needs pipeline stages and --moe-ckpt-copy-rate "
+        "auto",
         choices=("spread", "bubbles"),
     )
     replicas: int | None = flag(
         None,
-        "peers that keep a copy of each rank's snapshots in memory (default: 1 with several nodes, else 0)",
+        "peers that keep a replica of each rank's snapshots in memory (default: 1 with several nodes, else 0)",
         minimum=0,
     )
     replicate: str = flag(
         "state",
-        "full and selective: what peers are sent of each snapshot: its bytes (state), or gradients, with which they "
-        "repeat the step of Adam on the CPU from their copy of the iteration before; needs --moe-ckpt-interval 1",
+        "full and selective: what is sent to peers. state: the bytes of the snapshot; gradients: gradients, from "
+        "which peers repeat the Adam step on the CPU; needs --moe-ckpt-interval 1",
         choices=("state", "gradients"),
     )
     shard: str = flag(
         "none",
-        "without the distributed optimizer, which data-parallel ranks store the state that all of them hold: each one "
-        "all of it (none), or a part: of experts equal parts, and whole layers, placed evenly by themselves (equal) or "
-        "where least is stored (adaptive)",
+        "without the distributed optimizer: how data-parallel ranks split the state they all hold. none: every rank "
+        "stores all of it; equal: equal parts of experts, whole layers placed evenly; adaptive: whole layers placed "
+        "where least is stored",
         choices=("none", "equal", "adaptive"),
     )
-    persist_dir: str | None = flag(
-        None, "folder, or URL that fsspec understands, for snapshots that survive the loss of all nodes"
-    )
-    persist_interval: int = flag(50, "iterations between snapshots that go on to --moe-ckpt-persist-dir", minimum=1)
-    persist_keep: int = flag(2, "newest complete snapshots to keep in --moe-ckpt-persist-dir", minimum=1)
+    persist_dir: str | None = flag(None, "folder or fsspec URL for snapshots that survive the loss of all nodes")
+    persist_interval: int = flag(50, "iterations between snapshots written to --moe-ckpt-persist-dir", minimum=1)
+    persist_keep: int = flag(2, "complete snapshots to keep in --moe-ckpt-persist-dir", minimum=1)
     persist_agent_s: float | None = flag(
         None,
-        "seconds for which a small process beside each rank goes on with what its trainer was writing to "
-        "--moe-ckpt-persist-dir when that has died; a restart waits for it (default: it is not written)",
+        "seconds for which a small process per rank may finish writing to --moe-ckpt-persist-dir after its trainer "
+        "died; a restart waits for it (default: off)",
         minimum=1,
     )
     take_over: str | None = flag(
         None,
-        "id of the job whose snapshots in --moe-ckpt-persist-dir this one goes on from, and from which it takes that "
-        "folder and --save also where it may still write there; any: go on from whichever job's, and take no folder",
+        "id of the job to continue from in --moe-ckpt-persist-dir; takes over that folder and --save even if that job "
+        "may still write there. any: continue from whichever job, without taking the folder over",
         metavar="JOB|any",
     )
     reshard: str = flag(
         "exact",
-        "what another parallel layout stored in --moe-ckpt-persist-dir is restored in this one where every bit of it "
-        "has its place (exact), or also where training draws random numbers, as dropout does, which will be others "
-        "(inexact)",
+        "restore snapshots of another parallel layout from --moe-ckpt-persist-dir. exact: only where every bit has "
+        "its place; inexact: also where training draws random numbers (dropout), which then differ",
         choices=("exact", "inexact"),
     )
     elastic: str | None = flag(
         None,
-        "full: fewest and most data-parallel replicas with which the job may go on, at the same global batch, when "
-        "nodes are lost for good, and when nodes come back; its launcher needs the same in nodes (--nnodes MIN:MAX)",
+        "full: minimum and maximum data-parallel replicas, MIN:MAX. The job shrinks when nodes are lost for good and "
+        "grows when they return, at the same global batch; its launcher needs the same range in nodes (--nnodes "
+        "MIN:MAX)",
         metavar="MIN:MAX",
     )
     pec_k_snapshot: int = flag(1, "pec: experts per MoE layer in each snapshot", minimum=1)
     pec_k_persist: int | None = flag(
-        None, "pec: how many of these go on to persistent storage (default: all of them)", minimum=1
+        None, "pec: experts per MoE layer written to persistent storage (default: all of the snapshot)", minimum=1
     )
     pec_selection: str = flag(
         "sequential",
-        "pec: take experts in turn, or those with the most tokens since they were last saved",
+        "pec: select experts in turn (sequential) or by tokens since they were last saved (load-aware)",
         choices=("sequential", "load-aware"),
     )
     pec_scope: str = flag(
         "both",
-        "pec: what snapshots leave out of experts that are not selected: their weights, of all precisions, while the "
-        "moments of all experts are saved; the moments of the optimizer, while all weights are saved; or both",
+        "pec: state omitted for experts that are not selected: weights (of all precisions), optimizer (moments), or "
+        "both",
         choices=("weights", "optimizer", "both"),
     )
     pec_adaptive: bool = flag(
         False,
-        "pec: raise --moe-ckpt-pec-k-snapshot to as many experts as are copied within the passes of one iteration, "
-        "persist --moe-ckpt-pec-k-persist of them (default then: 1), and as often as storage takes",
+        "pec: raise --moe-ckpt-pec-k-snapshot to what is copied within one iteration, and persist "
+        "--moe-ckpt-pec-k-persist (default then: 1) as often as storage takes",
     )
     plt_threshold: float | None = flag(
         None,
-        "pec: share of tokens that faults may cost in the whole training, such as 0.0375; raises K in time",
+        "pec: maximum share of tokens that faults may cost in the whole training, such as 0.0375; K is raised in time",
         minimum=0,
     )
     budget_local: str = flag(
         "auto",
-        "selective: bytes of one snapshot on each rank, such as 500MB; auto takes what the bus to host memory carries "
-        "in one iteration, as measured",
+        "selective: bytes per rank and snapshot, such as 500MB; auto: what the bus to host memory carries in one "
+        "iteration",
         metavar="auto|BYTES",
     )
     budget_remote: str = flag(
         "auto",
-        "selective: bytes of one snapshot that each rank sends to each peer; auto takes what the network carries in "
-        "one iteration, as measured",
+        "selective: bytes sent to each peer per rank and snapshot; auto: what the network carries in one iteration",
         metavar="auto|BYTES",
     )
     capacity_boost: int = flag(
         10,
-        "selective: by how many percent experts that lost tokens may exceed their capacity until they have made up for "
-        "them; 0 leaves capacities alone. Without token dropping it has no effect",
+        "selective: percent by which experts that lost tokens may exceed their capacity until they caught up; 0: off. "
+        "No effect without token dropping",
         minimum=0,
     )
     replay_tolerance: float = flag(
         0.0,
-        "sparse: by which share the loss of a replayed iteration may differ from the recorded one; 0 asks for the same "
-        "bits, which GPUs give with --deterministic-mode only",
+        "sparse: maximum relative difference of a replayed loss from the recorded one; 0: bit-exact, which GPUs give "
+        "with --deterministic-mode only",
         minimum=0,
     )
     recovery: str = flag(
         "auto",
-        "sparse with pipeline stages: after a fault, let only the stages roll back that lost their state (local), or "
-        "all of them (global); auto is local where that is possible. local warns where it is not",
+        "sparse with pipeline stages: which stages roll back after a fault. local: only those that lost state, with a "
+        "warning where that is not possible; global: all; auto: local where possible",
         choices=("auto", "local", "global"),
     )
     log_expert_tokens: bool = flag(
@@ -368,13 +370,13 @@ class MoECheckpointConfig:
     )
     transport: str = flag(
         "tcp",
-        "how replicas, and what a recovery fetches, go from rank to rank: over TCP (tcp), or over process groups of "
-        "training's backend, staged in memory of the device (process-group): on GPUs over NCCL",
+        "transport of replicas and of recovered state. tcp: TCP; process-group: process groups of training's backend, "
+        "staged in device memory: NCCL on GPUs",
         choices=("tcp", "process-group"),
     )
-    timeout_s: float = flag(300.0, "seconds after which a wait for a peer, a copy or a write is given up", minimum=1)
+    timeout_s: float = flag(300.0, "seconds after which a wait for a peer, a copy or a write fails", minimum=1)
     strict: bool = flag(
-        False, "end training when a snapshot, a replica or a write fails, instead of going on with less protection"
+        False, "end training when a snapshot, a replica or a write fails, instead of continuing with less protection"
     )
     inject_fault: tuple[str, ...] = flag(
         (),
