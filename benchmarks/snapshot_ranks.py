@@ -207,7 +207,7 @@ class Timed:
         self.report = contestant.report
         self.before_optimizer = self._timed(contestant.before_optimizer)
         self.coordinator = SimpleNamespace(step_end=self._timed(contestant.step_end))
-        for name in ("passes", "reduced", "whole", "reported"):
+        for name in ("passes", "reduced", "on_state_consistent", "reported"):
             setattr(self, name, self._timed(getattr(self.session, name)))
 
     def __getattr__(self, name: str) -> Any:

@@ -554,7 +554,7 @@ def test_spares_wait_as_long_as_it_takes_and_make_nobody_meet_again(handlers: li
         assert not wait([spare], timeout=JOIN_S + 1).done
         for handler in training:
             handler.shutdown()
-        assert name_of_error(spare) == "NotNeeded"
+        assert name_of_error(spare) == "SpareNotNeeded"
 
 
 @pytest.mark.ci
@@ -574,7 +574,7 @@ def test_a_node_that_has_lost_its_place_is_not_needed_when_the_job_ends(
             until(lambda: is_redundant(handler))
         for one in training:
             one.shutdown()
-        assert name_of_error(spare) == "NotNeeded"
+        assert name_of_error(spare) == "SpareNotNeeded"
 
 
 def test_a_node_that_comes_when_the_job_has_ended_is_not_needed(handlers: list[DynamicRendezvousHandler]) -> None:
@@ -582,7 +582,7 @@ def test_a_node_that_comes_when_the_job_has_ended_is_not_needed(handlers: list[D
         joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers[:2]}
         for handler in two_of(joining):
             handler.shutdown()
-        assert name_of_error(pool.submit(handlers[2].next_rendezvous)) == "NotNeeded"
+        assert name_of_error(pool.submit(handlers[2].next_rendezvous)) == "SpareNotNeeded"
 
 
 @pytest.mark.ci

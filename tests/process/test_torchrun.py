@@ -111,7 +111,7 @@ def test_nodes_of_which_one_has_left_for_good_do_not_wait_for_each_other(launch:
     argv = ["scripts/train_cpu.sh", *flags(corpus, Layout(pp=1, ep=1, ranks=3))]
     ended = launch(argv, timeout_s=HANG_TIMEOUT_S, NPROC="1", NNODES="3", SCRIPT=script)
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "ranks ended for a reason that no restart changes, and other nodes have not after 10 s" in ended.stderr
+    assert "ranks exited with a permanent error; other nodes are still running after 10 s" in ended.stderr
 
 
 @pytest.mark.ci

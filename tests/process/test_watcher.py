@@ -71,7 +71,7 @@ def test_ranks_inside_a_call_park_within_seconds_of_sigterm(cluster: Cluster, tm
     parked = events(tmp_path, "parked")
     assert sorted((event["rank"], event["iteration"]) for event in parked) == [(0, AT - 1), (1, AT - 1)], outcome.said
     assert max(event["at_s"] for event in parked) - told_s < SEALED_WITHIN_S
-    assert "told to end by SIGTERM, and the main thread waits in stand" in outcome.said
+    assert "told to end by SIGTERM; the main thread is blocked in stand" in outcome.said
     assert not events(tmp_path, "went on")
     again = cluster.world.start(argv, PAIR.ranks, [hook], [environment] * PAIR.ranks).wait()
     assert set(again.codes) == {0}, again.said

@@ -143,8 +143,8 @@ def test_chained_expert_saves_are_put_together_as_before(
 @pytest.mark.parametrize(
     ("strategy", "refused"),
     [
-        ("full", "the snapshot of rank 1 after iteration 6"),
-        pytest.param("sparse", "the window of rank 1 after iteration 5", marks=pytest.mark.full),
+        ("full", "snapshot of rank 1 after iteration 6"),
+        pytest.param("sparse", "window of rank 1 after iteration 5", marks=pytest.mark.full),
     ],
 )
 def test_snapshots_without_the_counts_of_this_loop_are_refused_by_name_and_stay(
@@ -159,5 +159,5 @@ def test_snapshots_without_the_counts_of_this_loop_are_refused_by_name_and_stay(
     outcome = cluster.world.run(argv, LAYOUT.ranks)
     assert set(outcome.codes) == {2}, outcome.said
     lacks = "(persistent): the snapshot lacks trainer state: flags, num_floating_point_operations_so_far"
-    assert f"refused {refused} that rank 1 holds {lacks}" in outcome.said
+    assert f"refused: {refused} on rank 1 {lacks}" in outcome.said
     assert records(FilesystemStore(storage, 0)) == STORED[strategy]

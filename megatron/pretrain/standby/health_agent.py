@@ -165,7 +165,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         others = ranks.keys() - hung.pids  # in a recovery, or at its end: the hung ones may wait for them
         for pid in sorted(others, key=ranks.__getitem__):
             if beats[pid].place:
-                log.error("%s: local rank %d (process %d) in %s", node_name(), ranks[pid], pid, beats[pid].place)
+                log.error("%s: local rank %d (process %d) is in %s", node_name(), ranks[pid], pid, beats[pid].place)
         for pid in beats:
             if read_beat(self._beats, pid) is not None:  # else it has no handler, and the signal would end it
                 with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .checks import scaled
+from ..errors import scaled
 
 
 class StepPhase(enum.Enum):

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
-from ..policy.checks import scaled
+from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error, scaled
 from ..policy.lineage import Lineage
 from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (

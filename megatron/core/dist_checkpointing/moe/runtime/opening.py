@@ -12,9 +12,8 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import ANY_JOB, MoECheckpointConfig
-from ..errors import UsageError
+from ..errors import UsageError, scaled
 from ..megatron_state.megatron import read_topology
-from ..policy.checks import scaled
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, own_endpoint

@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 from ..config import MoECheckpointConfig
-from ..errors import UsageError
+from ..errors import UsageError, scaled
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
-from ..policy.checks import scaled
 from ..ports import Clock, NoRoom, Transport
 from ..replay.densify import Logs
 from ..replication.agreement import raise_on_all_ranks

@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from ..errors import CheckpointFailure, MoECheckpointError
-from ..policy.checks import scaled
+from ..errors import CheckpointFailure, MoECheckpointError, scaled
 from ..policy.memory_limit import MemoryLimit
 from ..ports import Capturer, Json, MappedStore, Transport
 from ..strategies import BufferSpec, Job, Strategy

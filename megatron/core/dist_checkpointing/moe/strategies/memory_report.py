@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..policy.checks import scaled
+from ..errors import scaled
 from ..types import OperatorId, OperatorSize, Part, SnapshotPlan
 from .base import BufferSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from ...policy.checks import scaled
+from ...errors import scaled
 from ...replication.agreement import raise_on_all_ranks
 from ..base import Additions, Extension
 from .adam_steps import AdamSteps, check_repeatable
