@@ -115,7 +115,7 @@ def test_gloo_takes_the_interface_of_the_flag_or_refuses_it_in_one_line(new_job)
     assert "rank 0: --moe-ckpt-interface eth77: this machine has no such interface" in line
     done = new_job(ALONE).run(*FULL, "--moe-ckpt-interface", "lo", "--moe-ckpt-transport", "process-group")
     assert "gloo uses interface lo (--moe-ckpt-interface)" in done.said
-    assert "go over process groups of gloo, staged on cpu" in done.said
+    assert "transport: process groups of gloo, staged on cpu" in done.said
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,6 @@ def format_error(error: BaseException) -> str:
     return str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def scaled(nbytes: float) -> str:
-    """Bytes as people read them, in decimal units: `74.8 MB`, `0 B`."""
-    size, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if abs(size) < 999.5:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.3g} {unit}"
-
-
 def reason(error: OSError) -> str:
     """Why a folder cannot be used, and what to do about it where that can be said."""
     said = error.strerror or str(error)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import scaled
+from ..types.operators import scaled
 
 
 class StepPhase(enum.Enum):

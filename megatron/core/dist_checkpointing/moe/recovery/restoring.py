@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error, scaled
+from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage
 from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (
@@ -50,6 +50,7 @@ from ..types import (
     Tier,
     Topology,
 )
+from ..types.operators import scaled
 from .exactness import DivergenceNotes
 from .inventory import CopyLocation, SnapshotEntry
 from .kept_state import KeptState

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import ANY_JOB, MoECheckpointConfig
-from ..errors import UsageError, scaled
+from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, raise_on_all_ranks
@@ -24,6 +24,7 @@ from ..storage.manifest import use_secret
 from ..storage.memory import MemoryStore
 from ..storage.small_files import read_secret, signed
 from ..types import Topology
+from ..types.operators import scaled
 from .peer_links import PeerLinks
 from .process_info import JobClaim, ProcessInfo, agree_on_job, memory_folder, open_memory
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ..config import MoECheckpointConfig
-from ..errors import UsageError, scaled
+from ..errors import UsageError
 from ..local_recovery.stage_source import StageSource
 from ..local_recovery.survivor import Survivor, SurvivorBuffers
 from ..ports import Clock, NoRoom, Transport
@@ -19,6 +19,7 @@ from ..replication.agreement import raise_on_all_ranks
 from ..snapshot.memory_limit import BufferAllocator, ask_for_less, memory_report_of, segment_sizes, taken_bytes
 from ..storage.memory import MemoryStore
 from ..strategies import Job, Strategy
+from ..types.operators import scaled
 from .live_state import LiveState, Training
 from .opening import open_memories, parallel_layout
 from .process_info import ProcessInfo, drop_memory, memory_folder, node_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import scaled
 from ..types import OperatorId, OperatorSize, Part, SnapshotPlan
+from ..types.operators import scaled
 from .base import BufferSpec
 
 _STEPS = 32

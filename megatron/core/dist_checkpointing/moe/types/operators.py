@@ -135,3 +135,13 @@ class OperatorSize:
 
     full_bytes: int
     weights_bytes: int
+
+
+def scaled(nbytes: float) -> str:
+    """Bytes as people read them, in decimal units: `74.8 MB`, `0 B`."""
+    size, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if abs(size) < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 
-from ...errors import scaled
 from ...replication.agreement import raise_on_all_ranks
+from ...types.operators import scaled
 from ..base import Additions, Extension
 from .adam_steps import AdamSteps, check_repeatable
 from .step_offers import StepOffers
