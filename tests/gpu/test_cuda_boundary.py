@@ -99,7 +99,8 @@ def test_segments_can_be_given_back_between_iterations(store: MemoryStore, recor
     recorder.end(WAIT_S)
     writer.seal(Facts("job"))
     store.free(SnapshotId(1, 0, LOG))
-    store.resize([2 * LAYOUT.nbytes] * 2, recorder.release)
+    recorder.settle()
+    store.resize([2 * LAYOUT.nbytes] * 2)
     second = store.reserve(SnapshotId(2, 0, LOG), LAYOUT)
     recorder.arm(LAYOUT, second)
     expected = send(recorder, 2)
@@ -114,7 +115,7 @@ def test_what_is_received_has_the_fingerprint_that_the_cpu_computes(
 ) -> None:
     key = received_key(Direction.BACKWARD)
     layout = Layout.of([*LAYOUT.fields, Field(key, "int64", (MICROBATCHES,))])
-    store.resize([layout.nbytes] * 2, recorder.release)
+    store.resize([layout.nbytes] * 2)
     with store.reserve(SnapshotId(1, 0, LOG), layout) as writer:
         recorder.arm(layout, writer)
         came = []

@@ -167,7 +167,7 @@ def test_the_bandwidth_is_that_of_the_device_and_a_trial_comes_before_the_first_
         assert 1e8 < found < 1e12
 
 
-def test_segments_that_were_let_go_are_page_locked_again_when_they_are_used_again(
+def test_segments_are_page_locked_over_resizes(
     store: MemoryStore, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = StreamEngine()
@@ -179,7 +179,8 @@ def test_segments_that_were_let_go_are_page_locked_again_when_they_are_used_agai
             capturer.end(WAIT_S)
             writer.seal(Facts("job"))
         store.free(SnapshotId(iteration, 0))
-        engine.release()
+        engine.release(store.views())
+    store.lend(engine)
     store.resize([80_000_000] * 2)
     with store.reserve(SnapshotId(9, 0), layout) as writer:
         capturer.begin([(layout, writer)])

@@ -72,7 +72,7 @@ class FakeStore:
         """Bytes of all segments that are used in turn."""
         return sum(len(self.memory.segments[name].data) for name in self._own)
 
-    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
+    def resize(self, segment_bytes: Sequence[int]) -> None:
         """As `ports.MappedStore.resize`; memory has no end here."""
         self.operation("resize", f"{len(segment_bytes)} segments")
         sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)

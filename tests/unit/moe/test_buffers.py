@@ -50,7 +50,7 @@ class Memory:
     def __init__(self, problem: str = "") -> None:
         self.problem = problem
 
-    def resize(self, segment_bytes: Sequence[int], before: object = None) -> None:
+    def resize(self, segment_bytes: Sequence[int]) -> None:
         if self.problem:
             raise NoRoom(self.problem)
 

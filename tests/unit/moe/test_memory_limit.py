@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,9 @@ class Memory:
     def __init__(self, most: int = UNBOUNDED) -> None:
         self.most, self.taken = most, [1]
 
-    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None]) -> None:
+    def resize(self, segment_bytes: Sequence[int]) -> None:
         if sum(segment_bytes) > self.most:
             raise NoRoom("the tmpfs is full")
-        before()
         self.taken = list(segment_bytes)
 
 

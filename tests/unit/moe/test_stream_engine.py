@@ -14,6 +14,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing.moe.snapshot import page_locks, stream_eng
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, Span, Throttle, chunked
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
 
 class Device:
@@ -38,7 +40,7 @@ class Device:
         self.priorities.clear()
         self.of_thread = threading.local()
         self.is_ready, self.register_code, self.locked = True, 0, set[int]()
-        self.may_register = threading.Event()
+        self.registering, self.may_register, self.register_s = threading.Event(), threading.Event(), 0.0
         self.may_register.set()
 
     @property
@@ -61,7 +63,9 @@ class Device:
         self.current.pop()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registering.set()
         assert self.may_register.wait(10)
+        time.sleep(self.register_s)
         self.calls.append(f"register {nbytes}")
         if not self.register_code:
             self.locked.add(address)
@@ -270,7 +274,7 @@ def test_a_segment_is_page_locked_once_and_anew_where_it_has_grown(device: Devic
         engine.begin([job(part, 1)])
         engine.wait(1.0)
     assert [call for call in device.taken() if "register" in call] == ["register 50", "unregister", "register 100"]
-    engine.release()
+    engine.release([whole])
     assert device.taken() == ["host waits for the device", "unregister"]
 
 
@@ -279,9 +283,82 @@ def test_what_is_let_go_is_locked_again_when_it_is_used_again(device: Device, en
     for _ in range(2):
         engine.begin([job(whole, 1)])
         engine.wait(1.0)
-        engine.release()
+        engine.release([whole])
     assert device.taken().count("register 100") == 2
     assert not device.locked
+
+
+def test_a_resize_unlocks_what_goes_and_locks_what_comes(
+    device: Device, engine: StreamEngine, locks: PageLocks, tmp_path: Path
+) -> None:
+    """Else the copies after it go to memory that is not locked, and the thread that trains waits for each of them."""
+    page, store = mmap.PAGESIZE, MemoryStore(tmp_path, "job", 0, [mmap.PAGESIZE] * 2)
+    store.lend(engine)
+    locks.settle(5.0)
+    assert device.taken() == [f"register {page}"] * 2
+    store.resize([page, 2 * page])
+    locks.settle(5.0)
+    assert device.taken() == ["host waits for the device", "unregister", f"register {2 * page}"]
+    engine.now(job(store.views()[1], 1))
+    assert device.taken() == ["1 bytes on training"]
+    store.close()
+
+
+def test_a_store_in_place_of_one_of_this_process_finds_its_segments_locked(
+    device: Device, engine: StreamEngine, locks: PageLocks, tmp_path: Path
+) -> None:
+    """A recovery in place would lock tens of GB again, for seconds in which nothing can be parked fast."""
+    for keeps in (True, True, False):
+        store = MemoryStore(tmp_path, "job", 0, [mmap.PAGESIZE] * 2)
+        store.lend(engine)
+        locks.settle(5.0)
+        engine.begin([job(store.views()[0], 1)])
+        engine.wait(1.0)
+        store.close(keep_mapped=keeps)
+    assert [call for call in device.taken() if "register" in call] == [f"register {mmap.PAGESIZE}"] * 2
+    engine.close()
+    assert len(device.locked) == 2
+    store.remove()
+
+
+def test_what_waits_to_be_locked_is_locked_though_other_memory_goes(
+    device: Device, engine: StreamEngine, locks: PageLocks
+) -> None:
+    device.may_register.clear()
+    first, second, third = (segment(nbytes) for nbytes in (100, 200, 300))
+    engine.prepare([first, second, third])
+    released = threading.Thread(target=locks.release, args=([second],))
+    released.start()
+    device.may_register.set()
+    released.join(5.0)
+    locks.settle(5.0)
+    assert [call for call in device.taken() if "register" in call and "200" not in call][:2] == [
+        "register 100",
+        "register 300",
+    ]
+    assert len(device.locked) == 2
+
+
+def test_a_copy_waits_for_a_piece_that_is_locked_ahead_not_for_all_of_them(device: Device, locks: PageLocks) -> None:
+    device.register_s = 0.005
+    locks.begin([segment() for _ in range(40)])
+    assert device.registering.wait(5.0)
+    locks.lock(segment(200), 0)
+    locks.settle(5.0)
+    calls = device.taken()
+    assert len(calls) == 41 and calls.index("register 200") < 20
+
+
+def test_what_is_locked_is_found_so_while_another_piece_is_locked(device: Device, locks: PageLocks) -> None:
+    whole = segment()
+    locks.lock(whole, 0)
+    device.registering.clear()
+    device.may_register.clear()
+    locks.begin([segment(200)])
+    assert device.registering.wait(5.0)
+    locks.lock(whole, 50)
+    device.may_register.set()
+    locks.settle(5.0)
 
 
 def test_engines_of_one_process_share_what_is_locked(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
@@ -291,8 +368,8 @@ def test_engines_of_one_process_share_what_is_locked(device: Device, engine: Str
         one.begin([job(whole, 1)])
         one.wait(1.0)
     assert device.taken().count("register 100") == 1
-    other.release()
-    assert not device.locked
+    other.close()
+    assert device.locked, "the engines that are left copy to it"
 
 
 def test_a_mapping_that_goes_takes_its_lock_along(device: Device, locks: PageLocks) -> None:
@@ -338,9 +415,10 @@ def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_go_
     assert calls.count("register 100") == 1 and calls.count("1 bytes on copy") == 2
 
 
-def test_segments_are_unlocked_at_the_end(device: Device, engine: StreamEngine) -> None:
+def test_segments_are_unlocked_at_the_end(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
     engine.begin([job(segment(), 1)])
     engine.wait(1.0)
     device.taken()
     engine.close()
+    locks.release()
     assert device.taken() == ["host waits for copy", "host waits for the device", "unregister"]

@@ -39,16 +39,6 @@ class Trainer:
         return {}
 
 
-class Locker:
-    """Which segments either engine may have page-locked: all that are there until it is told to let go."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.let_go_of = folder, list[set[str]]()
-
-    def release(self) -> None:
-        self.let_go_of.append({path.name for path in self._folder.rglob("segment-*.bin")})
-
-
 @pytest.fixture
 def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Survivor]]:
     communicator = SimpleNamespace(connect=lambda: None, sink=None)
@@ -73,15 +63,15 @@ def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         survivor.end(keep_memory=False)
 
 
-def test_both_engines_let_go_of_segments_before_any_of_them_goes(
+def test_copies_of_logs_have_ended_before_any_segment_goes(
     new: Callable[..., Survivor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parked, logs = Locker(tmp_path), Locker(tmp_path)
-    survivor = new()
-    before = {path.name for path in tmp_path.rglob("segment-*.bin")}
-    monkeypatch.setattr(survivors.BoundaryRecorder, "release", lambda recorder: logs.release())
-    survivor.resize_logs(PLAN.lookback + 2, parked.release)
-    assert parked.let_go_of == logs.let_go_of == [before]
+    survivor, there = new(), list[set[Path]]()
+    before = {*tmp_path.rglob("segment-*.bin")}
+    settle = lambda recorder: there.append({*tmp_path.rglob("segment-*.bin")})  # noqa: E731
+    monkeypatch.setattr(survivors.BoundaryRecorder, "settle", settle)
+    survivor.resize_logs(PLAN.lookback + 2)
+    assert there == [before]
     assert len(list(tmp_path.rglob("segment-*.bin"))) == len(BUFFERS.sizes(replace(PLAN, lookback=PLAN.lookback + 2)))
 
 

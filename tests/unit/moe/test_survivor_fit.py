@@ -1,8 +1,8 @@
-"""Before the store for logs and parked state gives memory up, everyone lets go of it who may have page-locked it."""
+"""Before the store for logs and parked state gives memory up, nothing is copied to it any more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +19,7 @@ class Standby:
     def __init__(self, calls: list[str], *, is_full: bool = False) -> None:
         self.calls, self.is_full = calls, is_full
 
-    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None]) -> None:
-        before()
+    def resize(self, segment_bytes: Sequence[int]) -> None:
         self.calls.append(f"resized to {len(segment_bytes)}")
         if self.is_full:
             raise NoRoom("the tmpfs is full")
@@ -30,15 +29,15 @@ def survivor(calls: list[str], store: Standby) -> SimpleNamespace:
     """As much of one as `resize_logs` uses."""
     return SimpleNamespace(
         _plan=PLAN, _refused=0, _identity=object(), _buffers=SurvivorBuffers((100,), 10), store=store,
-        _recorder=SimpleNamespace(release=lambda: calls.append("recorder let go")),
+        _recorder=SimpleNamespace(settle=lambda: calls.append("recorder settled")),
         settle=lambda: calls.append("settled"), _logs_of=lambda identity: None,
     )  # fmt: skip
 
 
-def test_both_copy_engines_let_go_before_any_memory_goes() -> None:
+def test_copies_of_logs_have_ended_before_any_memory_goes() -> None:
     calls: list[str] = []
-    Survivor.resize_logs(survivor(calls, Standby(calls)), 6, lambda: calls.append("snapshots let go"))  # type: ignore[arg-type]
-    assert calls == ["settled", "recorder let go", "snapshots let go", "resized to 9"]
+    Survivor.resize_logs(survivor(calls, Standby(calls)), 6)  # type: ignore[arg-type]
+    assert calls == ["settled", "recorder settled", "resized to 9"]
 
 
 def test_logs_that_find_no_room_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -260,11 +260,10 @@ class BoundaryRecorder:
             self._expected = None
             self._engine.drop()  # copies that cannot be stopped are waited for in the next `arm`
 
-    def release(self) -> None:
-        """Let go of all memory, some of which is about to be given back; between two iterations."""
+    def settle(self) -> None:
+        """Wait until nothing is copied, as memory is about to be given back; between two iterations."""
         # Copies of a round that was given up may still run, to memory that is about to be unmapped.
         self._engine.wait(_RELEASE_S)
-        self._engine.release()
 
     def close(self) -> None:
         """End the use of the recorder."""

@@ -18,7 +18,7 @@ between two phases of training by the thread that trains; the copies of logs, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -294,24 +294,19 @@ class Survivor:
         """What the store takes with logs of so many iterations; never less than it has."""
         return taken_bytes(self._buffers.sizes(replace(self._plan, lookback=max(logged, self._plan.lookback))))
 
-    def resize_logs(self, lookback: int, release: Callable[[], None] = lambda: None) -> None:
+    def resize_logs(self, lookback: int) -> None:
         """Keep the logs of more iterations from here on; between two iterations, while no snapshot is under way.
 
         Args:
             lookback: Of how many; nothing happens where they are no more than before.
-            release: Lets go of the memory for parked state, in other hands.
         """
         if lookback <= self._plan.lookback or lookback == self._refused or self._identity is None:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
             self.settle()
-
-            def before() -> None:
-                self._recorder.release()
-                release()
-
-            self.store.resize(self._buffers.sizes(plan), before)
+            self._recorder.settle()
+            self.store.resize(self._buffers.sizes(plan))
         except MoECheckpointError as error:
             failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
             log.warning(failed, lookback, error)

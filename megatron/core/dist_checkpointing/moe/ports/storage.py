@@ -5,7 +5,7 @@ Order of calls: `reserve`, put each record, `seal`; later `snapshots`, `open`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -163,7 +163,7 @@ class MappedStore(Store, Protocol):
     def open(self, snapshot: SnapshotId) -> MappedReader:
         """As `Store.open`."""
 
-    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
+    def resize(self, segment_bytes: Sequence[int]) -> None:
         """Use segments of these sizes from here on: those that are there already stay, the rest is allocated.
 
         What is sealed or still read in other segments stays until it is freed. Where the segments suffice already,
@@ -171,7 +171,6 @@ class MappedStore(Store, Protocol):
 
         Args:
             segment_bytes: Bytes of each segment.
-            before: Called first where segments may go.
 
         Raises:
             NoRoom: The memory is too small: then all stays as it was.

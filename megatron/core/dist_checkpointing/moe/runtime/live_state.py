@@ -30,7 +30,7 @@ from ..replay.execution import LiveExecution
 from ..resharding.generation import LiveLayout, LiveTensor
 from ..snapshot.capturer import LiveCapturer
 from ..snapshot.copy_engines import CopyEngine, ThreadEngine
-from ..snapshot.page_locks import PageLocks
+from ..snapshot.page_locks import LOCKS
 from ..snapshot.stream_engine import StreamEngine
 from ..storage.system import local_cpus
 from ..types import OperatorId, Topology
@@ -97,7 +97,7 @@ class LiveState:
         # Made once: an engine has a thread or streams, and locked pages that take long to lock again.
         if self._engine is None:
             self.on_device = any(state.tensor.is_cuda for state in tensors)
-            self._locks = PageLocks() if self.on_device else None
+            self._locks = LOCKS if self.on_device else None
             self._engine = StreamEngine(self._locks) if self.on_device else ThreadEngine()
         self.restorer, left_out = live_restorer(chunks, optimizer, self._topology), None
         if self._share is not None:
@@ -143,22 +143,22 @@ class LiveState:
             return frozenset()
         return local_cpus(address)
 
-    def prepare_segments(self, segments: Sequence[memoryview]) -> None:
-        """Snapshots are going to be copied to this memory."""
-        if self._engine is not None:
-            self._engine.prepare(segments)
+    @property
+    def engine(self) -> CopyEngine:
+        """What copies it."""
+        assert self._engine is not None
+        return self._engine
 
-    def release_segments(self) -> None:
-        """Forget the memory that snapshots were copied to, which may go away."""
-        if self._engine is not None:
-            self._engine.release()
+    def close(self, *, keeps_memory: bool = False) -> None:
+        """Copy nothing any more.
 
-    def close(self) -> None:
-        """Copy nothing any more; the memory that snapshots were copied to may go away."""
+        Args:
+            keeps_memory: Whether what snapshots were copied to stays mapped, for the next session of this process.
+        """
+        self.engine.close()
         # Pages are unlocked before somebody unmaps them: CUDA knows them by address only.
-        if self._engine is not None:
-            self._engine.release()
-            self._engine.close()
+        if self._locks is not None and not keeps_memory:
+            self._locks.release()
 
     @property
     def ties_embeddings(self) -> bool:

@@ -134,7 +134,7 @@ class ProtectedSession(Session):
         share = next((one.share for one in self._extensions if one.share is not None), None)
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
         self.state = self._together(lambda: LiveState(self.training, self.topology, self._rank, share))
-        self.held.callback(self.state.close)
+        self.held.callback(lambda: self.state.close(keeps_memory=self._began))
 
     def _check_versions(self) -> None:
         strategy = self.config.strategy
@@ -318,7 +318,6 @@ class ProtectedSession(Session):
             clock=self._clock,
             owners=self.owners,
             buffer_specs=memory.specs,
-            before_resize=state.release_segments,
             log_bytes=memory.log_bytes,
             room=memory.room,
             standby_bytes=memory.standby_bytes,

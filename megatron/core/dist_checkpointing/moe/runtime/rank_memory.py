@@ -85,9 +85,9 @@ class RankMemory:
                 raise UsageError(shortage)
             self._refusals += 1  # `fit_strategy` lets another strategy give up as much
         self._memories, self.store = memories, memories["slot"]
+        for memory in memories.values():
+            memory.lend(self._state.engine)  # a GPU's begins to lock pages on a thread, while training comes up
         self.survivor = survivor(memories) if survivor else None
-        # For a GPU this begins to lock pages on a thread, while training comes up.
-        self._state.prepare_segments([view for memory in memories.values() for view in memory.views()])
         if self._rank == 0:
             log.info("%s", memory_report_of(self.specs, self._job, self._rank, len(self._owners), self.log_bytes()))
 
@@ -95,7 +95,8 @@ class RankMemory:
         """Let go of it; what is in it stays with the node. began: whether training was protected with it; else memory
         in which nothing is goes back to the node, where it would be in the way of other jobs."""
         for memory in self._memories.values():
-            memory.close() if began or memory.snapshots().sealed else memory.remove()
+            keeps = began or bool(memory.snapshots().sealed)
+            memory.close(keep_mapped=began) if keeps else memory.remove()
         if not began:
             with suppress(OSError):  # others are still there
                 (memory_folder(self._config) / self._place.node).rmdir()
@@ -133,21 +134,14 @@ class RankMemory:
 
     def make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        taker = BufferAllocator(
-            self.store,
-            self._state.capturer,
-            self._control,
-            self._owners,
-            self._state.release_segments,
-            self.room,
-            self.standby_bytes,
-        )
+        places = self.store, self._state.capturer, self._control, self._owners
+        taker = BufferAllocator(*places, self.room, self.standby_bytes)
         self.specs, _ = taker.fit(self._strategy, self.specs)
 
     def fit_logs(self) -> None:
         """Fit boundary logs to what the strategy wants now. To be called while no copy is under way."""
         assert self.survivor is not None
-        self.survivor.resize_logs(self._strategy.logged, self._state.release_segments)
+        self.survivor.resize_logs(self._strategy.logged)
 
     def log_bytes(self) -> int:
         """What boundary logs and parked state take of it."""

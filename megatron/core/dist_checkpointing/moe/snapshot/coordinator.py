@@ -65,7 +65,6 @@ class Ports:
         executor: makes a thread of this name that does one thing after the other.
         owners: ranks whose replicas this one keeps.
         buffer_specs: for which `memory` was opened; None: what the strategy asks for.
-        before_resize: called before segments of `memory` may go.
         log_bytes: what boundary logs take beside it.
         room: how much each rank may take in all.
         standby_bytes: what logs of so many iterations, and parked state, take beside `memory`.
@@ -85,7 +84,6 @@ class Ports:
     clock: Clock
     owners: Sequence[int] = ()
     buffer_specs: tuple[BufferSpec, ...] | None = None
-    before_resize: Callable[[], None] = lambda: None
     log_bytes: Callable[[], int] = lambda: 0
     room: Callable[[], MemoryBound] = MemoryBound
     standby_bytes: Callable[[int], int] = lambda logged: 0
@@ -99,16 +97,8 @@ class Ports:
     @property
     def taker(self) -> BufferAllocator:
         """With what memory is taken."""
-        return BufferAllocator(
-            self.memory,
-            self.capturer,
-            self.control,
-            self.owners,
-            self.before_resize,
-            self.room,
-            self.standby_bytes,
-            self.strict,
-        )
+        places = self.memory, self.capturer, self.control, self.owners
+        return BufferAllocator(*places, self.room, self.standby_bytes, self.strict)
 
 
 @dataclass(frozen=True)

@@ -193,8 +193,8 @@ class CopyEngine(abc.ABC):
         """Bytes per second of a copy of these spans to scratch memory; no round may be under way."""
 
     @abc.abstractmethod
-    def release(self) -> None:
-        """Let go of all segments, some of which are about to be unmapped; no round may be under way."""
+    def release(self, segments: Sequence[memoryview]) -> None:
+        """Forget segments that are about to be unmapped; no round may be under way."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -325,7 +325,7 @@ class ThreadEngine(CopyEngine):
         self.bandwidth_bytes_per_s, found = before, self.bandwidth_bytes_per_s
         return found or 0.0
 
-    def release(self) -> None:
+    def release(self, segments: Sequence[memoryview]) -> None:
         pass  # between rounds the thread refers to no segment
 
     def close(self) -> None:

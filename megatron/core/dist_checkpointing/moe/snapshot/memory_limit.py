@@ -65,16 +65,13 @@ def segment_sizes(
     return sizes
 
 
-def fit_memory(
-    memory: MappedStore, sizes: Sequence[int], transport: Transport, before: Callable[[], None] = lambda: None
-) -> tuple[bool, str]:
+def fit_memory(memory: MappedStore, sizes: Sequence[int], transport: Transport) -> tuple[bool, str]:
     """Give memory these segments; a collective over all ranks.
 
     Args:
         memory: Keeps snapshots.
         sizes: Bytes of each segment.
         transport: To all ranks.
-        before: Called first where segments may go.
 
     Returns:
         Whether all ranks have them, and why this one has not; empty where it has.
@@ -84,7 +81,7 @@ def fit_memory(
     """
     why = ""
     try:
-        memory.resize(sizes, before)
+        memory.resize(sizes)
     except MoECheckpointError as error:
         why = str(error)
     # Also a rank that was refused answers: the others wait in this collective.
@@ -242,7 +239,6 @@ class BufferAllocator:
     """With what memory for snapshots is taken.
 
     Args:
-        before: Called before segments may go.
         room: What there is; a collective.
         standby_bytes: What logs of so many iterations, and parked state, take beside it.
         strict: Whether asking for less ends training.
@@ -252,7 +248,6 @@ class BufferAllocator:
     capturer: Capturer
     control: Transport
     owners: Sequence[int]
-    before: Callable[[], None] = lambda: None
     room: Callable[[], MemoryBound] = MemoryBound
     standby_bytes: Callable[[int], int] = lambda logged: 0
     strict: bool = False
@@ -280,7 +275,7 @@ class BufferAllocator:
             # A strategy that gave up takes no snapshots: the little that it asks for then is tried, not measured.
             shortage = "" if strategy.gave_up else room.shortage(needed)
             if not shortage:
-                done, why = fit_memory(self.memory, sizes, self.control, self.before)
+                done, why = fit_memory(self.memory, sizes, self.control)
                 if done:
                     return wanted, gave_up
                 shortage = why or "another rank has no memory for its snapshots"

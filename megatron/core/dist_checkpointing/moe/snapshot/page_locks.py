@@ -9,74 +9,80 @@ from __future__ import annotations
 
 import logging
 import mmap
-import queue
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..device_threads import device_thread
 from .copy_engines import LOCK_BYTES
 
 log = logging.getLogger(__name__)
-
-_SETTLE_S = 60.0
 
 _NO_MEMORY, _NOT_PERMITTED, _NOT_SUPPORTED = 2, 800, 801  # of cudaError
 
 
 class PageLocks:
-    """The page-locked pieces of segments, by their addresses; one for all copy engines of a process.
+    """The page-locked pieces of segments, by their addresses; one for all copy engines of a process (`LOCKS`).
 
     `lock` may be called from any thread, the rest from the one that trains. A piece is forgotten when its mapping goes:
     another one at the same address has other pages.
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
+        self._mutex, self._turn = threading.Lock(), threading.Lock()
         self._locked: dict[int, int] = {}  # bytes by address
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
-        self._waiting: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._refused = self._stopped = False
+        self._waiting: deque[tuple[memoryview, int]] = deque()  # pieces: a segment, and where in it
+        self._refused = False
         self._thread: threading.Thread | None = None
-        self._end = weakref.finalize(self, _unlock, self._locked)
+        self._end = weakref.finalize(self, _unlock_all, self._locked)
         self._end.atexit = False  # the process ends, and CUDA with it
 
-    def begin(self, segments: Sequence[memoryview], device: int) -> None:
-        """Lock segments on a thread, one piece after the other.
-
-        Args:
-            segments: Of the memory tier.
-            device: The index of the GPU that copies to them.
-        """
-        for segment in segments:
-            self._waiting.put(segment)
-        if self._thread is None:
-            self._stopped = False
-            self._thread = threading.Thread(target=self._lock_all, args=(device,), name="page-lock", daemon=True)
-            self._thread.start()
+    def begin(self, segments: Sequence[memoryview]) -> None:
+        """Lock what is not locked of segments on a thread, one piece after the other."""
+        self._waiting.extend((segment, start) for segment in segments for start in range(0, segment.nbytes, LOCK_BYTES))
+        # Each call has a thread of its own: one that was begun before may just have found nothing more to do.
+        self._thread = device_thread(self._lock_waiting, "page-lock")
+        self._thread.start()
 
     def settle(self, timeout_s: float) -> None:
         """Wait until all of them are locked. Raises TimeoutError."""
         if self._thread is not None:
-            self._waiting.put(None)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TimeoutError(f"waited {timeout_s:g} s for pages to be locked")
-            self._thread = None
+            with self._held():  # an earlier thread may still be at the last piece
+                pass
 
-    def _lock_all(self, device: int) -> None:
-        with torch.cuda.device(device):
-            while (segment := self._waiting.get()) is not None:
-                for start in range(0, segment.nbytes, LOCK_BYTES):
-                    if not self._stopped:
-                        self.lock(segment, start)
-                del segment  # while it waits for the next, this thread keeps no mapping alive
+    def _lock_waiting(self) -> None:
+        while self._lock_next():
+            pass  # between two pieces this thread keeps no mapping alive
+
+    def _lock_next(self) -> bool:
+        with self._held():  # `release` takes away what waits: what it has unlocked must not be locked after that
+            if not self._waiting:
+                return False
+            self._lock(*self._waiting.popleft())
+        return True
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        # A lock of Python goes to whoever asks first, which is the thread that has just given it back: a copy would
+        # wait until all segments are locked. Who has the turn is next, and so waits for one piece at most.
+        with self._turn:
+            self._mutex.acquire()
+        try:
+            yield
+        finally:
+            self._mutex.release()
 
     def lock(self, segment: memoryview, offset: int) -> None:
         """Lock the piece of a segment that this offset lies in, unless it is; the caller waits for it.
@@ -86,39 +92,51 @@ class PageLocks:
             offset: In bytes.
         """
         start = offset - offset % LOCK_BYTES
-        address = _address(segment) + start
-        nbytes = min(LOCK_BYTES, segment.nbytes - start)
+        # Nearly all pieces are locked when they are copied to: without the mutex, which registering holds for long.
+        if not self._refused and _bytes_at(segment, start) > self._locked.get(_address(segment) + start, 0):
+            with self._held():
+                self._lock(segment, start)
+
+    def _lock(self, segment: memoryview, start: int) -> None:
+        address, nbytes = _address(segment) + start, _bytes_at(segment, start)
         # The thread that locks ahead and a copy may want one piece at once, and CUDA refuses to register it twice.
-        with self._mutex:
-            if self._refused or nbytes <= self._locked.get(address, 0):
-                return
-            cudart = torch.cuda.cudart()
-            if address in self._locked:  # CUDA knows ranges by address: a longer one takes the place of the shorter
-                cudart.cudaHostUnregister(address)
-            code = int(cudart.cudaHostRegister(address, nbytes, 0))
-            if code:
-                self._refused = True
-                _say_refused(code, nbytes)
-                return
-            self._locked[address] = nbytes
-            self._watch(segment, address)
+        if self._refused or nbytes <= self._locked.get(address, 0):
+            return
+        cudart = torch.cuda.cudart()
+        if address in self._locked:  # CUDA knows ranges by address: a longer one takes the place of the shorter
+            cudart.cudaHostUnregister(address)
+        code = int(cudart.cudaHostRegister(address, nbytes, 0))
+        if code:
+            self._refused = True
+            _say_refused(code, nbytes)
+            return
+        self._locked[address] = nbytes
+        self._watch(segment, address)
 
-    def release(self) -> None:
-        """Unlock everything, as some of it is about to be unmapped; copies that were launched end first.
+    def release(self, segments: Sequence[memoryview] | None = None) -> None:
+        """Unlock segments that are about to be unmapped; copies that were launched end first.
 
-        What was to be locked yet is not. What is copied to later is locked again.
+        Args:
+            segments: Which; what was to be locked of them yet is not. None: all.
         """
-        # Before `settle`: the thread then passes over the pieces that it has not begun with.
-        self._stopped = True
-        self.settle(_SETTLE_S)
-        if self._locked:
+        ranges = None if segments is None else [(_address(one), _address(one) + one.nbytes) for one in segments]
+
+        def goes(address: int) -> bool:
+            return ranges is None or any(start <= address < end for start, end in ranges)
+
+        with self._held():
+            stays = [(segment, start) for segment, start in self._waiting if not goes(_address(segment))]
+            self._waiting.clear()
+            self._waiting.extend(stays)
+            going = [address for address in self._locked if goes(address)]
+        if going:
             torch.cuda.synchronize()
-        with self._mutex:
-            # Each of these speaks of what was locked until now: a piece that is locked again gets a new one.
-            for watched in self._watched.values():
-                watched.detach()
-            self._watched.clear()
-            _unlock(self._locked)
+        with self._held():
+            for address in going:
+                # It speaks of what was locked until now: a piece that is locked again gets a new one.
+                if (watched := self._watched.pop(address, None)) is not None:
+                    watched.detach()
+            _unlock(self._locked, going)
 
     def _watch(self, segment: memoryview, address: int) -> None:
         owner = _mapping_of(segment)
@@ -140,10 +158,18 @@ def _forget(locks: weakref.ref[PageLocks], address: int) -> None:
         found.forget(address)
 
 
-def _unlock(locked: dict[int, int]) -> None:
-    for address in [*locked]:
-        torch.cuda.cudart().cudaHostUnregister(address)
-    locked.clear()
+def _unlock(locked: dict[int, int], addresses: Sequence[int]) -> None:
+    for address in addresses:
+        if locked.pop(address, None) is not None:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _unlock_all(locked: dict[int, int]) -> None:
+    _unlock(locked, [*locked])
+
+
+def _bytes_at(segment: memoryview, start: int) -> int:
+    return min(LOCK_BYTES, segment.nbytes - start)
 
 
 def _address(segment: memoryview) -> int:
@@ -182,3 +208,7 @@ def _what_to_do(code: int) -> str:
     if code in (_NOT_SUPPORTED, _NOT_PERMITTED):
         return "the driver does not lock pages of this file system: give a --moe-ckpt-memory-dir on a tmpfs"
     return "look the error up in driver_types.h of CUDA, and see dmesg"
+
+
+LOCKS = PageLocks()
+"""Of this process, over all its sessions: one that begins in the place of another finds its segments locked."""

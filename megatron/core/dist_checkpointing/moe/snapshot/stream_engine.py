@@ -79,7 +79,7 @@ class StreamEngine(CopyEngine):
         self._has_added = False  # whether `add` was called in this round, whose end is not marked yet
 
     def prepare(self, segments: Sequence[memoryview]) -> None:
-        self._locks.begin(segments, torch.cuda.current_device())
+        self._locks.begin(segments)
 
     def now(self, job: CopyJob) -> None:
         # On the caller's current stream: what it launches next runs after the copy.
@@ -157,17 +157,16 @@ class StreamEngine(CopyEngine):
         nbytes = sum(span.nbytes for span in spans)
         return float(nbytes / max(self._begun.elapsed_time(self._copied) / 1000, TICK_S))
 
-    def release(self) -> None:
+    def release(self, segments: Sequence[memoryview]) -> None:
         require_idle(self._current)
-        self._locks.release()
+        self._locks.release(segments)
 
     def close(self) -> None:
-        # Segments are unmapped after this: what was page-locked must not be so any longer.
+        # What was page-locked stays so: other engines copy to it, and so may the next session of this process.
         if self._launching is not None:
             self._launching.pace.hurry()
             self._launching.done.wait(_CLOSE_S)
         self._copy_stream.synchronize()
-        self._locks.release()
 
     def _run_beside(self, launching: _Launching, jobs: list[CopyJob], device: int) -> None:
         with torch.cuda.device(device):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -41,6 +42,10 @@ log = logging.getLogger(__name__)
 
 _ROOM_BYTES = 1 << 16
 _SEGMENT_PER_ROOM = 1 << 12
+
+
+_KEPT: dict[Path, tuple[int, mmap.mmap]] = {}
+"""By the path of a segment, its inode and the mapping that a store of this process left to the next one there."""
 
 
 @dataclass(eq=False)
@@ -131,6 +136,16 @@ class MemoryWriter(SnapshotWriter):
         self._store.end_writing(self._target.path)
 
 
+class SegmentUser(Protocol):
+    """Who copies to segments, and has to know which are there: a copy engine."""
+
+    def prepare(self, segments: Sequence[memoryview]) -> None:
+        """These are there, some of them perhaps for long."""
+
+    def release(self, segments: Sequence[memoryview]) -> None:
+        """These are about to be unmapped: nothing may refer to them after that."""
+
+
 class MemoryStore:
     """The memory tier of one process: `len(segment_bytes)` segments, reused in turn (MoC 5.2's triple buffers).
 
@@ -171,6 +186,7 @@ class MemoryStore:
         # must not wait for an allocation, and rely on the locks on files as readers in other processes do.
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
+        self._user: SegmentUser | None = None
         self._claim = Claim(memory_dir, job, slot, area)
         self.directory, self._is_foreign = self._claim.directory, is_foreign
         self._slot = SlotReader(self.directory, self.system, self._writing.__contains__)
@@ -190,14 +206,22 @@ class MemoryStore:
         """The memory of all segments; whoever keeps one of them keeps its pages, also after a `resize`."""
         return [memoryview(segment.memory) for segment in self._segments.values()]
 
-    def resize(self, segment_bytes: Sequence[int], before: Callable[[], None] = lambda: None) -> None:
+    def lend(self, user: SegmentUser) -> None:
+        """From here on this user knows the segments: those that are there, and what a `resize` makes of them."""
+        self._user = user
+        user.prepare(self.views())
+
+    def resize(self, segment_bytes: Sequence[int]) -> None:
         """As `ports.MappedStore.resize`; a segment that is still read or written counts as long as that lasts."""
         sizes = sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes)
         with self._mutex:
             # Larger segments will do: giving them up would cost an allocation, and perhaps snapshots, for nothing.
             if not suffice([segment.nbytes for segment in self._segments.values()], sizes):
-                before()
-                self._exchange(sizes)
+                try:
+                    self._exchange(sizes)
+                finally:
+                    if self._user is not None:
+                        self._user.prepare(self.views())
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
         """As `ports.Store.reserve`."""
@@ -242,7 +266,15 @@ class MemoryStore:
                 if entry.state == WRITING and entry.segment not in self._writing:
                     self.make_room_of(entry)
 
-    def close(self) -> None:
+    def close(self, *, keep_mapped: bool = False) -> None:
+        """As `ports.Store.close`.
+
+        Args:
+            keep_mapped: Whether the memory stays mapped, and page-locked, for the next store of this process there.
+        """
+        for segment in self._segments.values() if keep_mapped else ():
+            with suppress(OSError):
+                _KEPT[segment.path] = regular_stat(segment.path).st_ino, segment.memory
         self._claim.release()
 
     def remove(self) -> None:
@@ -284,6 +316,7 @@ class MemoryStore:
         return self.directory / f"{segment}.room"
 
     def _unlink(self, segment: str) -> None:
+        _KEPT.pop(self.directory / f"{segment}.bin", None)
         for path in (self.directory / f"{segment}.bin", self._room(segment)):
             with suppress(FileNotFoundError):
                 self.system.unlink(path)
@@ -334,6 +367,7 @@ class MemoryStore:
         with failing_as(f"tidy {self.directory}"):
             for name in existing.keys() - chosen.keys() - sealed:
                 self.system.unlink(self.directory / f"{name}.bin")
+                _KEPT.pop(self.directory / f"{name}.bin", None)
             for entry in entries:
                 if entry.state == WRITING and entry.segment not in chosen:
                     self.system.unlink(self.directory / entry.name)
@@ -370,6 +404,8 @@ class MemoryStore:
                 f"{little}, but snapshots now need {needed / 1e9:.3f} GB more: enlarge the tmpfs (mount -o"
                 " remount,size=...), or keep fewer replicas"
             )
+        if self._user is not None:
+            self._user.release([memoryview(one.memory) for name, one in self._segments.items() if name not in chosen])
         for name in gone:
             del self._segments[name]  # the last reference to its memory, unless somebody still reads it
         with failing_as(f"give up segments in {self.directory}"):
@@ -391,7 +427,7 @@ class MemoryStore:
         others = self._segments.keys() | self._foreign(self._slot.entries())
         found = self._sizes(name for name in sealed if name not in others)
         paths = {name: self.directory / f"{name}.bin" for name, nbytes in found.items() if nbytes in sizes}
-        return {name: MappedSegment(path, map_file(self.system, path, found[name])) for name, path in paths.items()}
+        return {name: MappedSegment(path, self._mapped(path, found[name])) for name, path in paths.items()}
 
     def _sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Of the segments that are there; what else lies under such a name is said and passed by."""
@@ -460,7 +496,13 @@ class MemoryStore:
         with failing_as(f"allocate {nbytes} bytes for {path}"), running_on(self._cpus):
             with opened(self.system, path, os.O_RDWR | os.O_CREAT) as descriptor:
                 self.system.allocate(descriptor, nbytes)
-            return MappedSegment(path, map_file(self.system, path, nbytes))
+            return MappedSegment(path, self._mapped(path, nbytes))
+
+    def _mapped(self, path: Path, nbytes: int) -> mmap.mmap:
+        number, memory = _KEPT.pop(path, (None, None))
+        if memory is not None and len(memory) == nbytes and regular_stat(path).st_ino == number:
+            return memory
+        return map_file(self.system, path, nbytes)
 
 
 def room_bytes(segment_bytes: int) -> int:
