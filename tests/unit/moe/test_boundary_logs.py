@@ -165,6 +165,23 @@ def test_a_log_holds_what_was_sent_under_its_keys_with_the_journal_and_the_train
     assert manifest.facts.job == "job"
 
 
+def test_what_a_journal_says_is_read_by_the_thread_that_seals(new: Callable[..., Rank]) -> None:
+    """It may still be on the device, and the thread that trains has to go on."""
+    readers: list[str] = []
+
+    class Late:
+        def __float__(self) -> float:
+            readers.append(threading.current_thread().name)
+            return 0.5
+
+    rank = new()
+    rank.logs.begins(3, MICROBATCHES)
+    rank.passes(3)
+    rank.logs.on_commit(3, StepJournal(grad_norm=Late()), {}, 0)
+    rank.settle()
+    assert readers == ["moe-ckpt-logs"]
+
+
 def test_logs_after_the_oldest_base_stay_and_older_ones_go(new: Callable[..., Rank]) -> None:
     rank = new()
     rank.train(range(1, 9), lambda iteration: iteration // 3 * 3)

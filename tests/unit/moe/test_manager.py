@@ -6,7 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, SupportsFloat, SupportsInt
 
 import pytest
 
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
+from megatron.core.dist_checkpointing.moe.stock.iteration import mean_loss
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 
 
@@ -29,12 +30,13 @@ class Optimizer:
     def __init__(self) -> None:
         self.steps = 0
         self.error: Exception | None = None
+        self.norm: Any = 0.5
 
-    def step(self) -> tuple[bool, float, None]:
+    def step(self) -> tuple[bool, Any, None]:
         if self.error is not None:
             raise self.error
         self.steps += 1
-        return True, 0.5, None
+        return True, self.norm, None
 
 
 class Noting(Session):
@@ -62,7 +64,9 @@ class Noting(Session):
         self.calls.append("before_optimizer")
         return 0.0
 
-    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+    def stepping(
+        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
+    ) -> AbstractContextManager[None]:
         self.calls.append(("stepping", iteration, loss, num_tokens))
         return nullcontext()
 
@@ -119,7 +123,44 @@ def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_
         loop.config.finalize_model_grads_func([], torch.tensor(96))
     loop.hooks.loss = 3.0
     loop.optimizer.step()
-    assert ("stepping", 1, 3.0, 96) in loop.session.calls
+    ((loss, tokens),) = [call[2:] for call in loop.session.calls if call[0] == "stepping"]
+    assert (loss, int(tokens)) == (3.0, 96)
+
+
+def test_no_number_of_a_step_is_read_from_the_device_while_training_could_go_on() -> None:
+    """Each would make the host wait for all that the device was given, in every iteration."""
+    import torch
+
+    reads: list[str] = []
+
+    class Made(torch.Tensor):
+        """Made by a device: whoever reads it waits."""
+
+        def item(self) -> Any:
+            reads.append("item")
+            return super().item()
+
+        def __float__(self) -> float:
+            reads.append("float")
+            return super().__float__()
+
+        def __int__(self) -> int:
+            reads.append("int")
+            return super().__int__()
+
+    def made(value: float) -> torch.Tensor:
+        return torch.tensor(value).as_subclass(Made)
+
+    loop = Loop()
+    loop.optimizer.norm = made(0.25)
+    with loop.hooks.forward_backward():
+        loop.config.finalize_model_grads_func([], made(96))
+    loop.hooks.loss = mean_loss([{"lm loss": made(3.0)}])
+    loop.optimizer.step()
+    loop.hooks.after_step()
+    assert reads == []
+    journal = loop.hooks.journal.to_data()
+    assert journal == {"grad_norm": 0.25, "skipped": False, "lm_loss": 3.0, "num_tokens": 96}
 
 
 @pytest.mark.parametrize(

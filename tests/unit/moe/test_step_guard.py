@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard, Stepped
@@ -75,6 +76,23 @@ class Chain:
             return False, None, None
         norm, zeros = self.get_grad_norm(), self.count_zeros()
         return self.step_with_ready_grads(), norm, zeros
+
+
+def test_the_norm_of_a_step_is_read_when_somebody_asks_for_it() -> None:
+    reads: list[str] = []
+
+    class Made(torch.Tensor):
+        def __float__(self) -> float:
+            reads.append("float")
+            return super().__float__()
+
+    chain = Chain()
+    chain.get_grad_norm = lambda: torch.tensor(0.5).as_subclass(Made)  # type: ignore[method-assign, assignment, return-value]
+    guard = StepGuard(chain)  # type: ignore[arg-type]
+    with guard.stepping(5):
+        chain.step()
+    assert reads == [] and guard.stepped is not None and guard.stepped.grad_norm is not None
+    assert float(guard.stepped.grad_norm) == 0.5
 
 
 WHOLE_STEP = "prepare dense,prepare experts,norm,zeros,update dense,gather chunk,update experts,gather chunk".split(",")

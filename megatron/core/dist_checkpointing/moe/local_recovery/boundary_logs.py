@@ -12,7 +12,7 @@ goes on all the same, and a fault rolls back all stages instead: so every failur
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -172,8 +172,8 @@ class BoundaryLogs:
         """
         self._harvest()
         if self._recording is not None and self._recording[0] == iteration:
-            scalars: dict[str, Json] = {"journal": journal.to_data(), "trainer": dict(trainer)}
-            self._hand_over(scalars, self._timeout_s)
+            scalars = dict(trainer)
+            self._hand_over(lambda: {"journal": journal.to_data(), "trainer": scalars}, self._timeout_s)
         self._trim(iteration, oldest_base)
         self._judge(iteration, oldest_base)
         return self._coverage
@@ -188,7 +188,7 @@ class BoundaryLogs:
         if self._recording is not None:
             iteration = self._recording[0]
             if self._recorder.complete:
-                self._hand_over({}, timeout_s)
+                self._hand_over(dict, timeout_s)
             else:
                 self.abandon()
                 self._lost[iteration] = "not all of its tensors were sent"
@@ -227,8 +227,8 @@ class BoundaryLogs:
             self._free(min(self._sealed))
             return self._store.reserve(self._mine(iteration), layout)
 
-    def _hand_over(self, scalars: Mapping[str, Json], timeout_s: float) -> None:
-        """What was recorded goes to the lane once all is copied."""
+    def _hand_over(self, scalars: Callable[[], Mapping[str, Json]], timeout_s: float) -> None:
+        """What was recorded goes to the lane once all is copied; `scalars` is called there, as it may wait."""
         assert self._recording is not None
         iteration, writer = self._recording
         self._recording = None
@@ -239,9 +239,9 @@ class BoundaryLogs:
             writer.abandon()
             self._lost[iteration] = format_error(error)
             return
-        facts = self._identity.facts(Piece(LOG, SnapshotPlan(iteration, {})), scalars)
+        identity, piece = self._identity, Piece(LOG, SnapshotPlan(iteration, {}))
         self._lost.pop(iteration, None)
-        self._sealing[iteration] = self._lane.submit(lambda: _seal(writer, facts))
+        self._sealing[iteration] = self._lane.submit(lambda: _seal(writer, lambda: identity.facts(piece, scalars())))
 
     def _harvest(self) -> None:
         for iteration in [iteration for iteration, task in self._sealing.items() if task.done()]:
@@ -299,8 +299,8 @@ class BoundaryLogs:
         return list(dict.fromkeys(reasons))
 
 
-def _seal(writer: MappedWriter, facts: Facts) -> None:
+def _seal(writer: MappedWriter, facts: Callable[[], Facts]) -> None:
     try:
-        writer.seal(facts)
+        writer.seal(facts())
     finally:
         writer.abandon()

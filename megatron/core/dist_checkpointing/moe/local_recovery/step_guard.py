@@ -21,12 +21,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from megatron.core.optimizer import MegatronOptimizer
 
 from ..core_versions.training import gathers_after_step
 from ..errors import PeerLost
+from ..megatron_state.arriving import arriving
 from ..policy.parking import Cause, Decision, StepPhase, decide
 from ..replay.patches import replaced
 from .gradients import Prepared
@@ -47,7 +48,7 @@ class Stepped:
     """What the optimizer's step came to: whether it updated, and the norm of all gradients before clipping."""
 
     updated: bool
-    grad_norm: float | None
+    grad_norm: SupportsFloat | None
 
 
 class StepGuard:
@@ -161,7 +162,7 @@ class StepGuard:
             outcome = step()
             updated, norm, _ = outcome
             self.phase = StepPhase.UPDATED
-            self.stepped = Stepped(bool(updated), None if norm is None else float(norm))
+            self.stepped = Stepped(bool(updated), arriving(norm))
             return outcome
 
         return stepped

@@ -21,14 +21,14 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsFloat, SupportsInt
 
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..errors import MoECheckpointError
+from ..errors import MoECheckpointError, format_error
 from ..megatron_state.operators import StateTensor
 from ..megatron_state.optimizer_state import SteppedTensor
 from ..policy.boundary import tensor_shape
@@ -139,8 +139,8 @@ class _Progress:
     iteration: int = -1
     journal: StepJournal = field(default_factory=StepJournal)
     reported: int = -1
-    loss: float | None = None
-    num_tokens: int | None = None
+    loss: SupportsFloat | None = None
+    num_tokens: SupportsInt | None = None
 
 
 class Survivor:
@@ -237,7 +237,9 @@ class Survivor:
         """See `StepGuard.interrupt`; called by another thread than the one that trains."""
         return self._guard.interrupt(force=force)
 
-    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+    def stepping(
+        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
+    ) -> AbstractContextManager[None]:
         """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
         self._progress.loss, self._progress.num_tokens = loss, num_tokens
         return self._guard.stepping(iteration)
@@ -337,12 +339,16 @@ class Survivor:
             stepped = self._guard.stepped
             assert stepped is not None
             journal = StepJournal(stepped.grad_norm, not stepped.updated, progress.loss, progress.num_tokens)
+        try:
+            data, next_loss = journal.to_data(), None if progress.loss is None else float(progress.loss)
+        except (RuntimeError, TimeoutError) as error:
+            return f"nothing was parked: the outcome of the step cannot be read: {format_error(error)}"
         scalars: dict[str, Json] = {
-            "journal": journal.to_data(),
+            "journal": data,
             "strategy": strategy,
             "times": times,
             "reported": progress.reported,
-            "next_loss": progress.loss,
+            "next_loss": next_loss,
         }
         done = self._parker.park(decision, scalars, max(1.0, until_s - self._clock.now_s()))
         if done.iteration is not None:

@@ -10,24 +10,19 @@ import torch
 
 from megatron.core.transformer.moe.router import TopKRouter
 
+from .arriving import Arriving
 from .module_tree import layers_of_routers
 
 
-class ArrivingCounts:
-    """Counts on their way to the host."""
+def arriving_counts(layers: Sequence[int], counts: torch.Tensor) -> Callable[[], Mapping[int, tuple[int, ...]]]:
+    """What gives the rows of a tensor by layer, from any thread; it waits for them.
 
-    def __init__(self, layers: Sequence[int], counts: torch.Tensor) -> None:
-        self._layers, self._counts, self._arrived = layers, counts, None
-        if counts.is_cuda:
-            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._counts.copy_(counts, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def __call__(self) -> Mapping[int, tuple[int, ...]]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return {layer: tuple(row) for layer, row in zip(self._layers, self._counts.tolist(), strict=True)}
+    Args:
+        layers: Of each row.
+        counts: May be changed after that.
+    """
+    taken = Arriving(counts)
+    return lambda: {layer: tuple(row) for layer, row in zip(layers, taken.wait().tolist(), strict=True)}
 
 
 class TokenCounter:
@@ -69,7 +64,7 @@ class TokenCounter:
             return dict
         layers = sorted(self._counts)
         # One transfer from the device, not one for each layer.
-        taken = ArrivingCounts(layers, torch.stack([self._counts[layer] for layer in layers]))
+        taken = arriving_counts(layers, torch.stack([self._counts[layer] for layer in layers]))
         for count in self._counts.values():
             count.zero_()
         return taken

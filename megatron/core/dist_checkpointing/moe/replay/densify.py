@@ -279,7 +279,7 @@ class Replay:
         for kind, found, expected in numbers:
             if found is None or expected is None:
                 continue
-            if not _is_close(found, expected, self._tolerance):
+            if not _is_close(float(found), float(expected), self._tolerance):
                 raise _diverged(step, f"it gave the {kind.value} {found!r}, recorded was {expected!r}")
             compared.add(kind)
         return compared

@@ -229,7 +229,7 @@ def journaled_step(
             for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
             # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
-            norm = norm_as_in_training(optimizer, step.grad_norm)
+            norm = norm_as_in_training(optimizer, None if step.grad_norm is None else float(step.grad_norm))
             stack.enter_context(replaced(optimizer, get_grad_norm=lambda: norm))
             if step.skipped:  # for the norm: a rank without active parameters would not compare it
                 stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))

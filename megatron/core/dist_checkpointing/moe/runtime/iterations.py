@@ -7,7 +7,7 @@ import enum
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from ..core_versions.training import forget_auxiliary_losses
 from ..errors import Terminated, UsageError
+from ..megatron_state.arriving import Arriving, arriving
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
 from ..replay.patches import replaced
@@ -100,11 +101,11 @@ class Iterations:
         self._replays, self._is_active, self._phase = replays, is_active, LoopPhase.BETWEEN
         self._armed, self._stepping = contextlib.ExitStack(), contextlib.ExitStack()
         self._began = self._rejoined = self._recovered = self._is_armed = self._in_step = self._finished = False
-        self._num_tokens: int | None = None
+        self._num_tokens: Arriving | None = None
         self._slot = own_slot()
         self.journal, self.loss, self.stall_s = StepJournal(), None, 0.0
 
-    loss: float | None
+    loss: SupportsFloat | None
 
     def begin(self) -> None:
         """Protect training from here on, or make ready for iterations that are run again; a collective.
@@ -201,7 +202,7 @@ class Iterations:
                 self.step_done()
             self._follow(LoopCall.AFTER_STEP, self._trainer.iteration)
             if was_replaying:
-                session.stepped(self.journal)
+                session.stepped(StepJournal.from_data(self.journal.to_data()))
             elif session.coordinator is not None:
                 session.coordinator.step_end(self._trainer.iteration, self.journal)
                 report = session.report()
@@ -298,7 +299,7 @@ class Iterations:
         # Until `step_done`: what was updated and what the loop has counted are of different iterations.
         self._in_step = True
         updated, norm, _ = outcome
-        self.journal = StepJournal(None if norm is None else float(norm), not updated, self.loss, self._num_tokens)
+        self.journal = StepJournal(arriving(norm), not updated, self.loss, self._num_tokens)
         # Until the iteration is over, another step is a mistake.
         self._stepping.enter_context(replaced(self._optimizer, step=self._second_step))
         return outcome
@@ -316,8 +317,8 @@ class Iterations:
 
         def noting(chunks: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
             finalize(chunks, num_tokens, **options)
-            # Waits for the device. Core gives a number only where gradients are divided by it.
-            self._num_tokens = None if num_tokens is None else int(num_tokens.item())
+            # Core gives a number only where gradients are divided by it.
+            self._num_tokens = None if num_tokens is None else Arriving(num_tokens)
 
         with replaced(self._transformer, finalize_model_grads_func=noting):
             yield

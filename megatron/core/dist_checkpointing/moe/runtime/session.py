@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat, SupportsInt
 
 from ..resharding.store import PreviousWindow
 from ..types import StepJournal
@@ -104,7 +104,9 @@ class Session:
         """Wait for copies of what the optimizer's step changes; returns the seconds that it took."""
         return 0.0
 
-    def stepping(self, iteration: int, loss: float | None, num_tokens: int | None) -> AbstractContextManager[None]:
+    def stepping(
+        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
+    ) -> AbstractContextManager[None]:
         """A block for the optimizer's step and what belongs to it.
 
         Args:

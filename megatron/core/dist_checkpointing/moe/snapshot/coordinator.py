@@ -171,6 +171,7 @@ class Coordinator:
         self._buffer_specs = strategy.buffer_specs() if ports.buffer_specs is None else ports.buffer_specs
         self._memory_report = self._reported_memory()
         self._copying: SnapshotTask | None = None
+        self._journal = StepJournal()
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
         self._stopwatch = ports.stopwatch or HostStopwatch(ports.clock)
@@ -213,8 +214,8 @@ class Coordinator:
         step = added.steps.take() if added.steps is not None else None
         plan = self._planned(iteration)
         if plan is not None:
-            scalars = {"trainer": ports.trainer.scalars(), "journal": journal.to_data()}
-            task, copies = self._opened(plan, scalars, step)
+            task, copies = self._opened(plan, {"trainer": ports.trainer.scalars()}, step)
+            self._journal = journal
             # Noted before the copies begin: where `begin` raises, `failure` still finds the task and gives it up.
             self._copying = task
             if task.writers is not None:
@@ -241,8 +242,10 @@ class Coordinator:
         if copied is not None and not self._in_contact:
             copied.abandon()  # what the strategy has to remember of it is not known
         elif copied is not None:
-            # Only now: the news of all ranks have changed what the strategy remembers, alike on all of them.
-            copied.scalars = {**copied.scalars, "strategy": self._strategy.to_data()}
+            # Only now: the news of all ranks have changed what the strategy remembers, alike on all of them; and what
+            # the journal says has come from the device, which has come to the end of the copies.
+            added = {"journal": self._journal.to_data(), "strategy": self._strategy.to_data()}
+            copied.scalars = {**copied.scalars, **added}
             self._tracker.copied(copied)
         stall_s = self._stopwatch.resume()
         self._tally.last_stall_s += stall_s

@@ -348,7 +348,7 @@ class Hooks:
         self._iteration = StockIteration(
             args.curr_iteration + 1,
             {name: float(value) for name, value in losses.items()} if self._report is not None else {},
-            None if grad_norm is None else float(grad_norm),
+            None if grad_norm is None or self._report is None else float(grad_norm),
             bool(skipped),
             replayed,
             time.monotonic() - started_s,

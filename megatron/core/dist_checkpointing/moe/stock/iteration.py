@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from ..errors import UsageError
+from ..megatron_state.arriving import Arriving
 from ..recovery.timeline import RecoveryTimeline
 from ..snapshot.coordinator import ProtectionReport
 
@@ -42,7 +43,7 @@ class StockIteration:
 Report = Callable[[StockIteration], None]
 
 
-def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> float | None:
+def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> Arriving | None:
     """The loss as the loop reports it: over microbatches and data-parallel ranks; None off the last pipeline stage.
 
     losses: what the forward step returned for each microbatch; its first entry is the one that is trained for.
@@ -52,11 +53,11 @@ def mean_loss(losses: Sequence[Mapping[str, torch.Tensor]]) -> float | None:
     name = "lm loss" if "lm loss" in losses[0] else next(iter(losses[0]))
     parts = [part[name].view(-1) for part in losses]
     if parts[0].numel() == 1:
-        return float(torch.cat(parts).mean())
+        return Arriving(torch.cat(parts).mean())
     total = torch.vstack(parts).sum(dim=0)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(total, group=group)
-    return float(total[0] / total[1])
+    return Arriving(total[0] / total[1])
 
 
 # What stages of a pipeline send each other, through the communicator that lets a single one replay from it.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsFloat, SupportsInt
 
 from .operators import OperatorId, Part
 from .topology import Topology
@@ -158,16 +158,23 @@ class StepJournal:
     step, because a gradient was not finite (then there is no norm) or their norm was above core's
     `grad_norm_skip_threshold`. lm_loss: the mean loss, known on the last pipeline stage, else None.
     num_tokens: of the global batch, by which gradients were divided; None where they are not.
+
+    Numbers of an iteration that has just ended may still be on the device: to convert one waits for it.
     """
 
-    grad_norm: float | None = None
+    grad_norm: SupportsFloat | None = None
     skipped: bool = False
-    lm_loss: float | None = None
-    num_tokens: int | None = None
+    lm_loss: SupportsFloat | None = None
+    num_tokens: SupportsInt | None = None
 
     def to_data(self) -> dict[str, Any]:
         """As JSON values; floats exactly."""
-        return asdict(self)
+        return {
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "skipped": self.skipped,
+            "lm_loss": None if self.lm_loss is None else float(self.lm_loss),
+            "num_tokens": None if self.num_tokens is None else int(self.num_tokens),
+        }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StepJournal:

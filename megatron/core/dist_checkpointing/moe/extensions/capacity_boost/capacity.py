@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.moe.router import TopKRouter
 
 from ...megatron_state.module_tree import layers_of_routers
-from ...megatron_state.popularity import ArrivingCounts
+from ...megatron_state.popularity import arriving_counts
+from ..lossy.selection import capacity_boost
 from ...types import OperatorId, expert
 from ..lossy.selection import capacity_boost
 
@@ -58,7 +59,7 @@ class RouterCapacity:
         if not self._beyond:
             return dict
         layers = sorted(self._beyond)
-        taken = ArrivingCounts(layers, torch.stack([self._beyond[layer] for layer in layers]))
+        taken = arriving_counts(layers, torch.stack([self._beyond[layer] for layer in layers]))
         for count in self._beyond.values():
             count.zero_()
         return taken
