@@ -289,6 +289,8 @@ def test_a_state_of_which_nothing_was_noted_is_not_parked(rank: Rank) -> None:
 class SlowCapturer:
     """Copies that do not end in time."""
 
+    states = None
+
     def __init__(self, inner: LiveCapturer) -> None:
         self.inner, self.begun = inner, False
         self.operators, self.layout = inner.operators, inner.layout
@@ -312,6 +314,8 @@ def test_a_copy_that_does_not_end_in_time_is_told_and_leaves_nothing(rank: Rank)
 
 class FailedCapturer:
     """An earlier copy has failed, which is told once when its end is waited for."""
+
+    states = None
 
     def __init__(self, inner: LiveCapturer) -> None:
         self.inner, self.told = inner, False

@@ -149,7 +149,7 @@ def _differences_once_restored(state: Any, part: str) -> list[str]:
     gather_compute_weights(state.chunks)
     before = {name: tensor.detach().clone() for name, tensor in state_of(state).items()}
     scales, tensors = quantization_tensors(state.chunks), tensors_of(state)
-    kept = packed(scales)
+    kept = packed(scales)()
     copies = {one.key: memoryview(one.tensor.clone().view(torch.uint8).numpy().tobytes()) for one in tensors}
     restorer = live_restorer(state.chunks, state.optimizer, read_topology(8))
     restorer.poison()

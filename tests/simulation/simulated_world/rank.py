@@ -61,6 +61,8 @@ class FakeCapturer:
     A model that changes a tensor before it was copied makes a snapshot that `version_of` tells to be wrong.
     """
 
+    states: Mapping[str, memoryview] | None = None
+
     def __init__(self, model: FakeModel, world: World) -> None:
         self._model, self._world = model, world
         self._thread: Thread | None = None

@@ -3,10 +3,67 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.megatron_state.quantization import is_quantized, is_scale, raw_fields
+from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker
+from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
+from megatron.core.dist_checkpointing.moe.megatron_state.quantization import (
+    is_quantized,
+    is_scale,
+    packed,
+    raw_fields,
+)
+from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
+
+
+class Scales:
+    """Counts how often they are fetched, and waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fetched = self.waited = 0
+        self.value = torch.ones(3)
+        monkeypatch.setattr(trainer_state, "quantization_tensors", lambda chunks: {"0.scale": self.value})
+        monkeypatch.setattr(trainer_state, "packed", self._packed)
+        monkeypatch.setattr(trainer_state, "random_states", dict)
+
+    def _packed(self, tensors: Any) -> Any:
+        self.fetched += 1
+        found = packed(tensors)
+
+        def waiting() -> memoryview:
+            self.waited += 1
+            return found()
+
+        return waiting
+
+
+def test_scales_are_fetched_once_for_a_snapshot_and_for_what_is_noted_with_it_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scales = Scales(monkeypatch)
+    optimizer: Any = SimpleNamespace(param_groups=[])
+    trainer = trainer_state.LiveTrainerState(optimizer, None, trainer_state.NoLoopState(), [torch.nn.Module()])
+    capturer = LiveCapturer((), trainer, ThreadEngine())
+    layout = capturer.layout(SnapshotPlan(1, {}), trainer=True)
+    moving: Any = SimpleNamespace(copy=lambda: None)
+    parker = Parker(SimpleNamespace(capturer=capturer, trainer=trainer, moving=moving))  # type: ignore[arg-type]
+    segment = memoryview(bytearray(layout.nbytes))
+    scales.fetched = scales.waited = 0
+    capturer.begin([(layout, SimpleNamespace(whole=lambda: segment))])  # type: ignore[list-item]
+    parker.note(1)
+    assert (scales.fetched, scales.waited) == (1, 0)
+    scales.value.fill_(2.0)  # by the next passes
+    capturer.end(5.0)
+    assert scales.waited == 1
+    expected = bytes(packed({"0.scale": torch.ones(3)})())
+    assert bytes(segment[: len(expected)]) == expected
+    parker.note(2)
+    assert scales.fetched == 2, "an evaluation may have changed them since"
 
 
 def test_a_tensor_without_a_scale_is_one_record() -> None:

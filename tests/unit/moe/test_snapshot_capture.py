@@ -391,8 +391,10 @@ def test_layouts_and_random_states_of_others_are_refused(store: MemoryStore) -> 
         capturer.begin([(foreign, writer)])
     layout = capturer.layout(plan({}), trainer=True)
     trainer.state += b"more"
-    with pytest.raises(UsageError, match="device"), store.reserve(SnapshotId(2, 0), layout) as writer:
+    with store.reserve(SnapshotId(2, 0), layout) as writer:
         capturer.begin([(layout, writer)])
+        with pytest.raises(UsageError, match="device"):
+            capturer.end(WAIT_S)
     twice = [piece(ROUTER, "master", torch.ones(2))] * 2
     with pytest.raises(UsageError, match="different keys"):
         LiveCapturer(twice, trainer, ThreadEngine())

@@ -128,7 +128,9 @@ class Parker:
     def note(self, iteration: int) -> None:
         """The state after `iteration` is whole: remember what the next passes will change of it."""
         ports = self._ports
-        self._noted = _Noted(iteration, ports.trainer.scalars(), ports.trainer.tensors(), ports.moving.copy())
+        states = ports.capturer.states  # those of a snapshot of this very state, if one has just begun
+        tensors = ports.trainer.tensors() if states is None else states
+        self._noted = _Noted(iteration, ports.trainer.scalars(), tensors, ports.moving.copy())
 
     def park(self, decision: Decision, scalars: Mapping[str, Json], timeout_s: float) -> Parked:
         """Copy and seal what was decided. Never raises.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.utils import unwrap_model
 
 from ..errors import UnreadableCheckpoint
+from .arriving import Arriving
 
 QUANTIZATION = "quantization"
 """The name of all of it among the tensors of the trainer state."""
@@ -79,11 +80,11 @@ def _enumerated(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.
                         yield f"{index}.{name}.{direction}.{field}", tensor
 
 
-def packed(tensors: Mapping[str, torch.Tensor]) -> memoryview:
-    """All of them one behind the other, each with its size: one copy from the device."""
+def packed(tensors: Mapping[str, torch.Tensor]) -> Callable[[], memoryview]:
+    """What gives all of them one behind the other, each with its size: one copy from the device, which it waits for."""
     sizes = struct.pack(f"<{len(tensors)}q", *(tensor.numel() for tensor in tensors.values()))
-    values = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
-    return memoryview(sizes + bytes(values.cpu().view(torch.uint8).numpy().tobytes()))
+    values = Arriving(torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]))
+    return lambda: memoryview(sizes + bytes(values.wait().view(torch.uint8).numpy().tobytes()))
 
 
 @torch.no_grad()

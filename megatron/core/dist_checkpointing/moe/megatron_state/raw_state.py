@@ -78,7 +78,7 @@ def raw_state_dict(
     scalars = ShardedObject("optimizer.scalars", optimizer_scalars(optimizer), (ranks,), (rank,))
     found = {"tensors": tensors, "scalars": scalars}
     if scales := quantization_tensors(chunks):
-        data = torch.frombuffer(bytearray(packed(scales)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(packed(scales)()), dtype=torch.uint8)
         found["quantization"] = ShardedObject("optimizer.quantization", data, (ranks,), (rank,))
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -125,6 +125,22 @@ class NoLoopState:
         """There is nothing to take back."""
 
 
+class _WithScales(Mapping[str, memoryview]):
+    """Random states, and the scales of eight-bit training: only who asks for those waits for the device."""
+
+    def __init__(self, states: dict[str, memoryview], scales: Callable[[], memoryview]) -> None:
+        self._states, self._scales = states, scales
+
+    def __getitem__(self, name: str) -> memoryview:
+        return self._scales() if name == QUANTIZATION else self._states[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._states, QUANTIZATION])
+
+    def __len__(self) -> int:
+        return len(self._states) + 1
+
+
 class LiveTrainerState:
     """The `ports.TrainerState` of live training; call it between iterations.
 
@@ -169,7 +185,7 @@ class LiveTrainerState:
     def tensors(self) -> Mapping[str, memoryview]:
         """As `ports.TrainerState.tensors`."""
         scales = self._scales()
-        return random_states() | ({QUANTIZATION: packed(scales)} if scales else {})
+        return _WithScales(random_states(), packed(scales)) if scales else random_states()
 
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
         """As `ports.TrainerState.difference`: the scales of eight-bit training."""

@@ -46,7 +46,12 @@ class TrainerState(Protocol):
 
 
 class Capturer(Protocol):
-    """Copies live state of this rank into snapshots: `begin` after the optimizer's step, `end` before the next one."""
+    """Copies live state of this rank into snapshots: `begin` after the optimizer's step, `end` before the next one.
+
+    states: the tensors of the trainer as `begin` found them, until `end` is called; None where it took none.
+    """
+
+    states: Mapping[str, memoryview] | None
 
     @property
     def operators(self) -> frozenset[OperatorId]:

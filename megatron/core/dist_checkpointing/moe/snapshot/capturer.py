@@ -72,6 +72,9 @@ class LiveCapturer:
 
     Raises:
         UsageError: Two tensors have one key.
+
+    Attributes:
+        states: As of `ports.Capturer`.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class LiveCapturer:
         # By whether the trainer is asked for and the parts of each operator; what was asked for last comes last.
         self._prepared_by_parts: OrderedDict[tuple[object, ...], _PreparedLayout] = OrderedDict()
         self._under_way = False
+        self.states: Mapping[str, memoryview] | None = None
+        self._random_into: list[tuple[Mapping[str, memoryview], Mapping[str, int], memoryview]] = []
         self._trial: float | None = None
 
     @property
@@ -126,8 +131,9 @@ class LiveCapturer:
         # Segments first: what can be refused is refused before anything is copied.
         work = [(self._prepared(layout), writer.whole()) for layout, writer in copies]
         # Random states and buffers come first: the next forward pass, which changes them, may begin once this returns.
-        for prepared, segment in work:
-            self._copy_random(prepared.random, segment)
+        into = [(prepared.random, segment) for prepared, segment in work if prepared.random]
+        self.states = self._trainer.tensors() if into else None
+        self._random_into = [(self.states or {}, *one) for one in into]
         for prepared, segment in work:
             self._engine.now((prepared.changing, segment))
         self._under_way = True
@@ -135,14 +141,18 @@ class LiveCapturer:
 
     def end(self, timeout_s: float) -> None:
         """As `ports.Capturer.end`; after TimeoutError it may be called again, and with nothing begun it returns."""
+        self.states = None
         try:
             self._engine.wait(timeout_s)
         except TimeoutError:  # the copies go on, and so does this capture
             raise
         except BaseException:
-            self._under_way = False
+            self._under_way, self._random_into = False, []
             raise
-        self._under_way = False
+        into, self._under_way, self._random_into = self._random_into, False, []
+        # Only now: some of them come from the device, which has come there with the copies.
+        for states, offsets, segment in into:
+            self._copy_random(states, offsets, segment)
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
@@ -204,18 +214,17 @@ class LiveCapturer:
                 raise UsageError(f"record {field.key} of the layout is none of this rank's state")
         return _PreparedLayout(layout, _spans(changing), _spans(lasting), random)
 
-    def _copy_random(self, offsets: Mapping[str, int], segment: memoryview) -> None:
-        if not offsets:
-            return
-        states, sizes = self._trainer.tensors(), {field.key: field.nbytes for field in self._random}
+    def _copy_random(self, states: Mapping[str, memoryview], offsets: Mapping[str, int], segment: memoryview) -> None:
+        sizes = {field.key: field.nbytes for field in self._random} if offsets else {}
         for name, offset in offsets.items():
             expected_bytes = sizes[f"{RANDOM}{name}"]
-            if name not in states or states[name].nbytes != expected_bytes:
+            state = states.get(name)
+            if state is None or state.nbytes != expected_bytes:
                 raise UsageError(
                     f"random state {name} has changed its size: it had {expected_bytes} bytes at the start"
                 )
             # A few KiB on the host, where the trainer has them as copies: no engine is needed.
-            segment[offset : offset + expected_bytes] = states[name].cast("B")
+            segment[offset : offset + expected_bytes] = state.cast("B")
 
 
 def _in_memory_order(tensors: Sequence[StateTensor]) -> tuple[_LiveRecord, ...]:
