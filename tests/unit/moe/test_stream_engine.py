@@ -34,12 +34,13 @@ class Device:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.names = iter(("copy", "send"))
-        self.events = iter(("ready", "begun", "measured", "copied"))
+        self.events = iter(("ready", "begun", "measured", "copied", "reached"))
         self.priorities: list[int] = []
         self.training = FakeStream(self, "training")
         self.priorities.clear()
         self.of_thread = threading.local()
         self.is_ready, self.register_code, self.locked = True, 0, set[int]()
+        self.has_reached = True  # training's stream, what it was given until the host waited
         self.registering, self.may_register, self.register_s = threading.Event(), threading.Event(), 0.0
         self.may_register.set()
 
@@ -99,10 +100,11 @@ class FakeEvent:
         self.device, self.name = device, name
 
     def record(self) -> None:
-        self.device.calls.append(f"{self.name} on {self.device.current[-1].name}")
+        if self.name != "reached":  # in each wait
+            self.device.calls.append(f"{self.name} on {self.device.current[-1].name}")
 
     def query(self) -> bool:
-        return self.device.is_ready
+        return self.device.has_reached if self.name == "reached" else self.device.is_ready
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 2.0
@@ -121,7 +123,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         fake.calls.append(f"memory of {tensor.numel()} bytes kept for {stream.name}")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: FakeStream(fake, next(fake.names), priority))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(fake, next(fake.events)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(fake, next(fake.events)))
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.current[-1])
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
@@ -204,6 +206,22 @@ def test_training_goes_on_while_pages_are_locked_and_copies_are_held_back(device
     device.may_register.set()
     engine.wait(5.0)
     assert device.taken()[-1] == "copied on copy"
+
+
+def test_copies_are_launched_at_their_rate_as_long_as_the_device_computes(
+    device: Device, engine: StreamEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits early where it is ahead of the device: nobody stands still then."""
+    monkeypatch.setattr(stream_engine, "chunked", lambda spans, _: chunked(spans, 10))
+    monkeypatch.setattr(stream_engine, "_MEASURED_BYTES", 20)
+    device.has_reached = False
+    engine.begin([job(segment(), 100)], Throttle(1.0))
+    with pytest.raises(TimeoutError):
+        engine.wait(0.1)
+    assert device.calls.count("10 bytes on copy") <= 2, "the third chunk is due after 20 s"
+    device.has_reached = True
+    engine.wait(5.0)
+    assert device.calls.count("10 bytes on copy") == 10
 
 
 def test_copies_are_launched_at_their_rate_until_somebody_waits_for_them(
@@ -362,7 +380,7 @@ def test_what_is_locked_is_found_so_while_another_piece_is_locked(device: Device
 
 
 def test_engines_of_one_process_share_what_is_locked(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
-    device.names, device.events = iter(("copy", "send")), iter(("ready", "begun", "measured", "copied"))
+    device.names, device.events = iter(("copy", "send")), iter(("ready", "begun", "measured", "copied", "reached"))
     other, whole = StreamEngine(locks), segment()
     for one in (engine, other):
         one.begin([job(whole, 1)])

@@ -7,9 +7,10 @@ Three streams take part, and this is who waits for whom:
     send stream         runs the copies of `add`: each waits for what training's stream was given before that `add`;
                         apart from the copy stream, which waits for it once, at the end of the round
 
-Copies of `begin` are launched by a thread, chunk by chunk, at the rate that was asked for; once the host waits for
-them, as fast as they go. The thread also page-locks what is not locked yet: neither holds training up. Both streams of
-copies have the lowest priority there is. That orders kernels; transfers are ordered by their chunks alone.
+Copies of `begin` are launched by a thread, chunk by chunk, at the rate that was asked for; as fast as they go once the
+host waits for them and training's stream has nothing left to run. The thread also page-locks what is not locked yet:
+neither holds training up. Both streams of copies have the lowest priority there is. That orders kernels; transfers are
+ordered by their chunks alone.
 
 The host never waits for a device but in `wait`, which polls the event `copied` that is recorded last. Two more things
 are needed that CPU memory does not know: memory of a tensor that is given up must not be handed out again while another
@@ -71,6 +72,7 @@ class StreamEngine(CopyEngine):
         self._ready, self._begun, self._measured, self._copied = (
             torch.cuda.Event(enable_timing=True) for _ in range(4)
         )
+        self._reached = torch.cuda.Event()  # on training's stream, where the host waits for copies
         self._locks = locks or PageLocks()
         # Segments must stay mapped while the device writes to them: these lists keep them referred to.
         self._current: list[memoryview] | None = None
@@ -122,9 +124,13 @@ class StreamEngine(CopyEngine):
         if self._current is None or launching is None:
             return
         deadline = time.monotonic() + timeout_s
-        launching.pace.hurry()
+        # The host may be ahead of the device: as long as that computes what it was given, nobody stands still, and
+        # copies without a pause would only slow it down.
+        self._reached.record()
         # Polled, because CUDA waits for events without a timeout.
         while not (launching.done.is_set() and self._copied.query()):
+            if self._reached.query():
+                launching.pace.hurry()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout_s:g} s for the device to end {len(self._current)} copy jobs")
             time.sleep(_POLL_S)
