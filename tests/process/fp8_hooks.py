@@ -54,8 +54,8 @@ def restored_without(field: str) -> Iterator[None]:
 
     write = restore.write_record
 
-    def written(key: str, data: memoryview, tensor: torch.Tensor) -> None:
-        write(key, data, tensor)
+    def written(key: str, data: memoryview, tensor: torch.Tensor, upload: restore.Upload | None = None) -> None:
+        write(key, data, tensor, upload)
         if key.endswith(f"/{field}"):
             tensor.fill_(1)
 

@@ -169,8 +169,8 @@ def a_scale_left_as_it_was(field: str) -> Iterator[None]:
 
     write = restore.write_record
 
-    def written(key: str, data: memoryview, tensor: torch.Tensor) -> None:
-        write(key, data, tensor)
+    def written(key: str, data: memoryview, tensor: torch.Tensor, upload: restore.Upload | None = None) -> None:
+        write(key, data, tensor, upload)
         if key.endswith(f"/{field}_scale"):
             tensor.fill_(1)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.megatron_state import restore
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState, keep, take
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
-from megatron.core.dist_checkpointing.moe.types import PARKED, RecoveryPlan, ReplaySegment, Scope, Topology
+from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPlan, ReplaySegment, Scope, Topology
 
 
 def test_state_that_no_copy_gives_is_nan_after_a_recovery_and_never_what_it_was() -> None:
@@ -20,6 +23,56 @@ def test_state_that_no_copy_gives_is_nan_after_a_recovery_and_never_what_it_was(
     plan = RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), ())
     RestoreTask(ports, plan, (), Topology(1)).restore()
     assert bool(live.isnan().all())
+
+
+class LateDevice:
+    """Copies what it is given when somebody waits for it, or when the third copy behind it comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.waits = 0
+        copy, device = torch.Tensor.copy_, self
+
+        def queue(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            assert non_blocking
+            self.queued.append((target, source))
+            return target
+
+        class Event:
+            marked = 0
+
+            def record(self) -> None:
+                self.marked = len(device.queued)
+
+            def synchronize(self) -> None:
+                device.waits += 1
+                for at, (target, source) in enumerate(device.queued[: self.marked]):
+                    copy(target, source)
+                    device.queued[at] = (torch.empty(0), torch.empty(0))
+
+        monkeypatch.setattr(torch.Tensor, "copy_", queue)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(restore, "_page_locked", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+
+
+def test_records_go_to_a_device_through_two_locked_buffers_and_are_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restore, "_STAGED_BYTES", 1024)
+    sizes = (10, 700, 0, 5000, 1024, 256, 3)
+    records = {f"{at}": random.randbytes(size) for at, size in enumerate(sizes)}
+    live = {key: torch.zeros(len(data), dtype=torch.uint8) for key, data in records.items()}
+    states: Any = [
+        SimpleNamespace(key=key, tensor=tensor, operator=0, serves=lambda part: True, nbytes=tensor.numel())
+        for key, tensor in live.items()
+    ]
+    device = LateDevice(monkeypatch)
+    restorer = LiveRestorer(states, lambda recast: None)
+    turns = sum(sizes) // 1024
+    restorer.restore(lambda key: memoryview(records[key]), {Part.MASTER: [0]})  # type: ignore[list-item]
+    assert {key: tensor.numpy().tobytes() for key, tensor in live.items()} == records
+    assert device.waits <= turns + 3, "once for each buffer that is filled again, and at the end"
 
 
 def snapshot(kind: str = PARKED, iteration: int = 4, attempt: str = "first") -> Any:

@@ -20,7 +20,7 @@ from ..core_versions.training import gathers_after_step
 from ..errors import UsageError
 from ..megatron_state.operators import StateTensor
 from ..megatron_state.optimizer_state import SteppedTensor, optimizer_members
-from ..megatron_state.restore import write_record
+from ..megatron_state.restore import Upload, write_record
 from ..ports import Field
 from ..replay.patches import replaced
 from ..types import StepJournal
@@ -113,8 +113,8 @@ class LiveGradients:
 
 
 class LiveBuffers:
-    """The `local_recovery.park.ChangingBuffers` of live training: router counters and expert biases, copied on their
-    own device.
+    """The `local_recovery.park.ChangingBuffers` of live training: what routers count, and expert biases, copied on their own
+    device.
 
     Args:
         tensors: All state of this rank.
@@ -176,11 +176,13 @@ def roll_forward(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor],
         raise UsageError("the journal has no gradient norm: kept gradients cannot be applied without it")
     for member in optimizer_members(optimizer):
         _give_gradients(member)  # every master weight gets a gradient, whose values are replaced below
+    upload = Upload()
     for one in stepped:
         key = one.shard.key(GRADIENT)
         if one.gradient is None:
             raise UsageError(f"the master weights of {one.shard.of.name} take no gradient")
-        write_record(key, read(key), one.gradient)
+        write_record(key, read(key), one.gradient, upload)
+    upload.end()
     with contextlib.ExitStack() as stack:
         # What ranks would compute together: the norm comes from the journal, the rest is known or not wanted.
         alone: dict[str, Any] = {

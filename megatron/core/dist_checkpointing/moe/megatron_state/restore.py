@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from ..core_versions.seams import cast_rows, casts_itself, quantized_rows
 from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId, Part
+from ..types.layout import aligned
 from .operators import StateTensor
 from .optimizer_state import MASTER_OF_FUSED, holds_masters, optimizer_members
 from .quantization import is_quantized
@@ -76,16 +77,17 @@ class LiveRestorer:
             self._settle()
             self._is_settled = True
         chosen = {part: frozenset(operators) for part, operators in parts.items()}
-        copied_bytes = 0
+        copied_bytes, upload = 0, Upload()
         # A key is asked for where this rank has its tensor: what other ranks own is not fetched.
         for state in tensors:
             if any(state.serves(part) and state.operator in operators for part, operators in chosen.items()):
                 record = self._read(read, state.key)
                 if record is None:
                     continue
-                write_record(state.key, record, state.tensor)
+                write_record(state.key, record, state.tensor, upload)
                 self._fresh.add(state.key)
                 copied_bytes += state.nbytes
+        upload.end()
         self._written |= self._fresh
         # Of operators, not of tensors: a rank that owns nothing of a weight takes part in its cast.
         for part, operators in chosen.items():
@@ -160,13 +162,68 @@ class LiveRestorer:
         return self._tensors
 
 
-def write_record(key: str, data: memoryview, tensor: torch.Tensor) -> None:
+_STAGED_BYTES = 32 << 20
+_ALIGNED_BYTES = 256
+
+
+class Upload:
+    """Copies bytes to a device through two page-locked buffers: while one is filled, the device reads the other.
+
+    All copies run on the stream that is current; `end` waits for them, once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._used = _STAGED_BYTES
+
+    def copy(self, data: np.ndarray, flat: torch.Tensor) -> None:
+        """Queue a copy; the data may change after that.
+
+        Args:
+            data: Bytes.
+            flat: As many bytes of a device.
+        """
+        start = 0
+        while start < data.size:
+            if self._used >= _STAGED_BYTES:
+                self._turn()
+            end = min(data.size, start + _STAGED_BYTES - self._used)
+            staged = self._buffers[0][0][self._used : self._used + end - start]
+            np.copyto(staged.numpy(), data[start:end])
+            flat[start:end].copy_(staged, non_blocking=True)
+            self._used += aligned(end - start, _ALIGNED_BYTES)
+            start = end
+
+    def end(self) -> None:
+        """All of it is there."""
+        for _, copied in self._buffers:
+            copied.record()
+            copied.synchronize()
+
+    def _turn(self) -> None:
+        """The next buffer is the first, and free."""
+        if self._buffers:
+            self._buffers[0][1].record()
+        if len(self._buffers) < 2:
+            self._buffers.insert(0, (_page_locked(_STAGED_BYTES), torch.cuda.Event()))
+        else:
+            self._buffers.reverse()
+            self._buffers[0][1].synchronize()
+        self._used = 0
+
+
+def _page_locked(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def write_record(key: str, data: memoryview, tensor: torch.Tensor, upload: Upload | None = None) -> None:
     """Copy a record into a live tensor.
 
     Args:
         key: The record's key, for the error.
         data: Its bytes.
         tensor: A contiguous tensor of as many bytes.
+        upload: Takes the bytes to a device, together with others: the caller ends it. None: the copy has ended.
 
     Raises:
         UnreadableCheckpoint: The record is of another size.
@@ -181,10 +238,14 @@ def write_record(key: str, data: memoryview, tensor: torch.Tensor) -> None:
         return
     with torch.no_grad():
         # Through numpy: records are read-only memory, which torch.frombuffer does not take without a warning.
-        host = flat if flat.device.type == "cpu" else torch.empty(flat.numel(), dtype=torch.uint8)
-        np.copyto(host.numpy(), np.frombuffer(data, np.uint8))
-        if host is not flat:
-            flat.copy_(host)
+        source: np.ndarray = np.frombuffer(data, np.uint8)
+        if not flat.is_cuda:
+            np.copyto(flat.numpy(), source)
+            return
+        one = upload or Upload()
+        one.copy(source, flat)
+        if upload is None:
+            one.end()
 
 
 # Integers have no NaN: the most improbable value stands in.
