@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe import ProcessInfo, set_for_parking
 from megatron.core.dist_checkpointing.moe.replication.agreement import gathered_by_store
-from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
+from megatron.core.dist_checkpointing.moe.replication.interface import of_local_rank, use_for_gloo
 from megatron.pretrain.bound_store import bound_store, is_loopback
 from megatron.pretrain.engine_errors import driver_errors
 
@@ -107,7 +107,7 @@ def start_process_group(
         ranks = launch.rank, launch.world_size
         with driver_errors():
             use_for_gloo(
-                interface,
+                of_local_rank(interface, launch.place.local_rank),
                 launch.rank,
                 lambda own: gathered_by_store(store, "interface", *ranks, own, timeout.total_seconds()),
             )

@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.boot_clock import boot_id, since_boot_s
 from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
-from megatron.core.dist_checkpointing.moe.replication.interface import use_for_gloo
+from megatron.core.dist_checkpointing.moe.replication.interface import of_local_rank, use_for_gloo
 from megatron.pretrain import low_precision
 from megatron.pretrain.device import add_device, device_of
 from megatron.pretrain.engine_errors import driver_errors
@@ -227,7 +227,7 @@ def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, 
     if device == "cpu":
         connect()
     elif interface is not None:
-        use_for_gloo(interface, launch.rank)
+        use_for_gloo(of_local_rank(interface, launch.place.local_rank), launch.rank)
     given: list[Any] = [parts.datasets_provider]
     options: dict[str, Any] = {"model_provider": parts.model_provider, "model_type": ModelType.encoder_or_decoder}
     if "extra_args_provider" in signature(pretrain).parameters:  # core 0.17 parses the flags itself

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.moe.replication.agreement import gathered_
 from megatron.core.dist_checkpointing.moe.replication.interface import (
     Endpoint,
     check_endpoints,
+    of_local_rank,
     own_endpoint,
     use_for_gloo,
 )
@@ -45,6 +46,24 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do(monkeypa
 def test_the_flag_counts_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth78")
     assert (own_endpoint("lo").interface, own_endpoint("lo").address) == ("lo", "127.0.0.1")
+
+
+def test_local_ranks_take_the_interfaces_of_a_list_in_order_and_from_its_start_again() -> None:
+    assert [of_local_rank("ib0,ib1, ib2", rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib0", "ib1"]
+    assert of_local_rank("eth0", 3) == "eth0"
+    for wrong in ("eth0,", ",", "eth0,,eth1"):
+        with pytest.raises(UsageError, match=f"--moe-ckpt-interface {wrong}: a name is empty"):
+            of_local_rank(wrong, 0)
+
+
+def test_a_rank_is_reached_at_the_interface_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    config = MoECheckpointConfig(interface="lo,eth77", timeout_s=20.0)
+    (endpoint,) = introduced(HashStore(), config, ProcessInfo(2, "node", "job")).endpoints
+    assert endpoint.interface == "lo"
+    with pytest.raises(UsageError, match="rank 0: --moe-ckpt-interface eth77: this machine has no such interface"):
+        introduced(HashStore(), config, ProcessInfo(1, "node", "job"))
 
 
 def test_a_host_name_that_leads_nowhere_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

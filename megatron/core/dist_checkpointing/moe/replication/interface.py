@@ -47,6 +47,22 @@ class Endpoint:
         return ipaddress.ip_address(self.address).is_loopback
 
 
+def of_local_rank(interfaces: str, local_rank: int) -> str:
+    """The interface of a process, of those that the flag names: a list goes by local rank, and begins again at its end.
+
+    Args:
+        interfaces: Of the flag: names with commas between them.
+        local_rank: Of the process on its node.
+
+    Raises:
+        UsageError: A name is empty.
+    """
+    names = [name.strip() for name in interfaces.split(",")]
+    if not all(names):
+        raise UsageError(f"{FLAG} {interfaces}: a name is empty; give one, or one for each local rank: eth0,eth1")
+    return names[local_rank % len(names)]
+
+
 def own_endpoint(interface: str | None) -> Endpoint:
     """That of this process, on the interface of the flag, else of the variable, else as gloo chooses it.
 

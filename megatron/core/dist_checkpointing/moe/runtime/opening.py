@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, raise_on_all_ranks
-from ..replication.interface import Endpoint, check_endpoints, own_endpoint
+from ..replication.interface import Endpoint, check_endpoints, of_local_rank, own_endpoint
 from ..replication.tcp import TcpTransport
 from ..replication.transports import TRANSPORTS
 from ..storage.lease import STALE_S, Holder, Lease
@@ -64,7 +64,7 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
     try:
         own = {
             "secret": _take_secret(config),
-            "endpoint": asdict(own_endpoint(config.interface)),
+            "endpoint": asdict(own_endpoint(config.interface and of_local_rank(config.interface, place.local_rank))),
             "job": asdict(JobClaim.of(config, place)),
             "run": place.run,
             "node": place.node,
