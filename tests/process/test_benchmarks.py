@@ -11,6 +11,7 @@ from world import ROOT
 
 ROWS = {
     "api_overhead": "with / without the calls",
+    "training_thread": "| total / loop |",
     "planning": "| recovery of one stage, 1024 ranks, 16 stages |",
     "transports": "process-group",
     "snapshot": "| full / torch_dist async |",
@@ -44,6 +45,13 @@ def test_a_benchmark_prints_its_table(name: str, corpus: str) -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
     assert ROWS[name] in ended.stdout
+
+
+@pytest.mark.ci
+def test_the_thread_that_trains_takes_no_longer_in_an_iteration_than_is_allowed() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "training_thread.py"), "--turns", "24"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_what_was_kept_makes_the_pages_that_are_there() -> None:

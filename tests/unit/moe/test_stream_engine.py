@@ -374,7 +374,10 @@ def test_what_is_locked_is_found_so_while_another_piece_is_locked(device: Device
     device.may_register.clear()
     locks.begin([segment(200)])
     assert device.registering.wait(5.0)
-    locks.lock(whole, 50)
+    copying = threading.Thread(target=locks.lock, args=(whole, 50))
+    copying.start()
+    copying.join(5.0)
+    assert not copying.is_alive()
     device.may_register.set()
     locks.settle(5.0)
 

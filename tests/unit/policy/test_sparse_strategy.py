@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
-from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import MEASURED, Budget, timetable
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import MEASURED, Budget, Timetable, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
@@ -142,6 +142,46 @@ def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
     strategy.on_commit(SnapshotPlan(3, {}), Level.SNAPSHOT, False)
     assert strategy.plan(4) is not None
     assert strategy.buffer_specs() == before
+
+
+def test_the_order_of_a_window_is_found_by_another_thread_while_the_one_before_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that trains would stand for 100 ms, and its GPU with it, at 1,000 ranks."""
+    made: list[object] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        made.append(options)
+        return timetable(*arguments, **options)
+
+    monkeypatch.setattr(f"{Timetable.__module__}.timetable", noted)
+    strategy = Sparse(job_of(replace(CONFIG, ordering="popularity", window="2")))
+    before = strategy.plan(1)
+    assert strategy.ahead() is None, "the window has another snapshot"
+    strategy.on_token_counts(1, SKEWED)
+    strategy.plan(2)
+    work = strategy.ahead()
+    assert work is not None and not made
+    work()
+    assert len(made) == 1
+    strategy.on_token_counts(2, EVEN)
+    assert strategy.plan(3) is not None and strategy.order_changes == 1
+    assert len(made) == 1 and before is not None
+
+
+def test_plans_are_the_same_whether_another_thread_was_in_time_or_not() -> None:
+    """All ranks have to plan alike, and on some of them it will not be."""
+    strategies = [Sparse(job_of(replace(CONFIG, ordering="popularity", window="2"))) for _ in range(2)]
+    plans: list[list[SnapshotPlan | None]] = [[], []]
+    for iteration in range(1, 16):
+        for one, found in zip(strategies, plans, strict=True):
+            found.append(one.plan(iteration))
+            work = one.ahead()
+            if work is not None and one is strategies[0]:
+                work()
+            one.on_token_counts(iteration, SKEWED if iteration // 3 % 2 else EVEN)
+    assert plans[0] == plans[1]
+    assert strategies[0].order_changes == strategies[1].order_changes > 2
 
 
 def test_a_window_of_one_iteration_has_no_order_that_could_change() -> None:

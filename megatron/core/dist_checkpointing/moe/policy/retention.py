@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import UsageError
 from ..types import OperatorId, Part, Piece, SnapshotPlan, full_plan
@@ -80,13 +81,19 @@ def _by_kind(window: TrackedWindow) -> Iterator[_Candidate]:
     for kind in dict.fromkeys(held.piece.kind for held in window.pieces):
         pieces = [held for held in window.pieces if held.piece.kind == kind]
         first = pieces[0].piece.plan
-        plan = first if len(window.span) == 1 else full_plan(window.span[-1], first.parts)
+        plan = first if len(window.span) == 1 else _whole(first, window.span[-1])
         yield _Candidate(
             window.span,
             (plan,),
             frozenset(held.name for held in pieces),
             protected=safe and all(held.piece.replicated for held in pieces),
         )
+
+
+@lru_cache(maxsize=8)
+def _whole(first: SnapshotPlan, iteration: int) -> SnapshotPlan:
+    """A window as it is after its last iteration: made once, as plans remember what they give."""
+    return full_plan(iteration, first.parts)
 
 
 def _complete(pieces: Iterable[Piece]) -> Iterator[_Candidate]:
@@ -106,11 +113,12 @@ def _newest_holders(candidates: Sequence[_Candidate]) -> set[_Candidate]:
     snapshots.sort(key=lambda snapshot: snapshot[:2], reverse=True)
     found: set[_Candidate] = set()
     for component in _COMPONENTS:
-        seen: set[OperatorId] = set()
+        seen: frozenset[OperatorId] = frozenset()
         for _, at, plan in snapshots:
-            if not plan.giving(component) <= seen:
+            given = plan.giving(component)
+            if not given <= seen:
                 found.add(candidates[at])
-                seen |= plan.giving(component)
+                seen = seen | given if seen else given
     return found
 
 

@@ -115,7 +115,7 @@ class LiveCapturer:
         # Other ranks' operators are left out: plans that differ in those alone share one layout.
         parts = tuple(plan.parts.get(operator, Part.NOTHING) for operator in self._in_order)
         left_out = self._left_out(among) if self._left_out is not None and among is not None else frozenset()
-        left_out = left_out.intersection(plan.parts)
+        left_out = frozenset(operator for operator in left_out if operator in plan.parts)
         key, known = (trainer, left_out, *parts), self._prepared_by_parts
         if key not in known:
             known[key] = self._prepare(self._layout(dict(zip(self._in_order, parts, strict=True)), trainer, left_out))

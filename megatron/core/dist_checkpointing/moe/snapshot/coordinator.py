@@ -228,6 +228,8 @@ class Coordinator:
             self._send_message(
                 plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.deferred_tokens else None
             )
+            if (ahead := self._strategy.ahead()) is not None:
+                self._background.control.submit(ahead)  # behind the message
         tally.last_stall_s = self._stopwatch.resume()
         tally.stall_s += tally.last_stall_s
         ports.after_snapshot(iteration, journal)
@@ -372,7 +374,7 @@ class Coordinator:
         held = [
             (piece, capturer.layout(piece.plan, trainer=at == 0, among=plan))
             for at, piece in enumerate(pieces)
-            if at == 0 or not capturer.operators.isdisjoint(piece.plan.parts)
+            if at == 0 or not piece.plan.parts.keys().isdisjoint(capturer.operators)  # looks at this rank's only
         ]
         task = SnapshotTask(plan, pieces, None, scalars, step=step)
         self._tracker.open(task)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -158,8 +158,8 @@ class LossReport:
 class Strategy(ABC):
     """Decides alike on all ranks: they make the same calls with the same values in the same order.
 
-    Sequence of one iteration t: `on_token_counts(t)` (only with `counts_tokens`), `on_commit` for each snapshot that
-    all ranks have agreed on since, then `plan(t + 1)`. A plan that fails on one rank is committed as failed on all.
+    Sequence of one iteration t: `on_token_counts(t)` (only with `counts_tokens`), then `on_commit` for what the ranks agreed on
+    meanwhile, then `plan(t + 1)`. A plan that cannot be carried out on some rank is settled as failed on all.
     """
 
     counts_tokens: bool = False
@@ -262,6 +262,13 @@ class Strategy(ABC):
     @abstractmethod
     def plan(self, iteration: int) -> SnapshotPlan | None:
         """What to snapshot of the state after `iteration`; None for nothing. Called once per iteration, ascending."""
+
+    def ahead(self) -> Callable[[], None] | None:
+        """What the next `plan` needs and takes long, for another thread; asked after each `plan`. None: nothing.
+
+        Whether it has ended by then changes no plan: `plan` computes itself whatever is missing.
+        """
+        return None
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """The plan cut into what is freed together; the first piece has the trainer state. No kind occurs twice."""

@@ -17,11 +17,13 @@ from .topology import Topology
 class SnapshotPlan:
     """Which part of which operator's state, as it is after `iteration`, goes into that iteration's snapshot.
 
-    An operator that is not in `parts` is not snapshotted. Two plans are equal when they say the same.
+    An operator that is not in `parts` is not snapshotted. Two plans are equal when they say the same. kinds: the parts
+    that occur, where whoever makes the plan knows: thousands of operators are not looked at for them.
     """
 
     iteration: int
     parts: Mapping[OperatorId, Part] = field(repr=False)
+    kinds: tuple[Part, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def _giving(self) -> dict[Part, frozenset[OperatorId]]:
@@ -31,9 +33,12 @@ class SnapshotPlan:
         """Operators of which this snapshot gives `part`; compute weights also as the cast of master weights."""
         if part not in self._giving:
             enough = (part, Part.MASTER) if part is Part.COMPUTE else (part,)
-            self._giving[part] = frozenset(
-                operator for operator, held in self.parts.items() if any(component in held for component in enough)
-            )
+            kinds = {id(held): held for held in self.kinds or self.parts.values()}
+            found = {key for key, held in kinds.items() if any(component in held for component in enough)}
+            if not found or len(found) == len(kinds):
+                self._giving[part] = frozenset(self.parts if found else ())
+            else:
+                self._giving[part] = frozenset(one for one, held in self.parts.items() if id(held) in found)
         return self._giving[part]
 
     @property
@@ -110,10 +115,17 @@ class Window:
             raise IndexError(
                 f"iteration {iteration} is not in the window {self.first_iteration}..{self.last_iteration}"
             )
-        parts = dict.fromkeys(self.groups[step], Part.MASTER_AND_MOMENTS)
-        for group in self.groups[step + 1 :]:
-            parts.update(dict.fromkeys(group, Part.COMPUTE))
-        return SnapshotPlan(iteration, parts)
+        # Dictionaries are made of dictionaries, whose hashes are known: to hash all operators takes milliseconds.
+        parts = dict.fromkeys(self._waiting[step], Part.MASTER_AND_MOMENTS)
+        for waiting in self._waiting[step + 1 :]:
+            parts.update(waiting)
+        kinds = (Part.MASTER_AND_MOMENTS, Part.COMPUTE)
+        return SnapshotPlan(iteration, parts, kinds if step + 1 < self.size else kinds[:1])
+
+    @cached_property
+    def _waiting(self) -> tuple[dict[OperatorId, Part], ...]:
+        """What the snapshots before its own hold of each group."""
+        return tuple(dict.fromkeys(group, Part.COMPUTE) for group in self.groups)
 
     def digest(self) -> str:
         """128-bit hexadecimal digest of the first iteration and the groups in their order."""
@@ -136,7 +148,7 @@ def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part
         operators: The operators of the model.
         part: The components of each.
     """
-    return SnapshotPlan(iteration, dict.fromkeys(operators, part))
+    return SnapshotPlan(iteration, dict.fromkeys(operators, part), (part,))
 
 
 class Level(enum.Enum):

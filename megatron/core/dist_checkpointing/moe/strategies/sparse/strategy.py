@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
 from ..constants import cut
 from ..interval_policy import Costs
-from .windows import Budget, Popularity, Timetable, as_full, larger_window, ordering_of, timetable
+from .windows import Budget, Popularity, Reordering, Timetable, as_full, larger_window, ordering_of, timetable
 
 KIND = "window"
 AUTO = "auto"
@@ -96,8 +96,9 @@ class Sparse(Strategy):
     (`Budget`), on the rank with the most bytes (MoEvement 3.5, Algorithm 1, by bytes in place of counts). Until that
     is known no snapshots are taken. It changes between windows only.
 
-    Order. `--moe-ckpt-ordering`; experts are ordered anew, between windows, when the shares of enough of them have
-    changed (MoEvement 3.5). What is used most is anchored last, and so is frozen for longest in a replay.
+    Order. `--moe-ckpt-ordering`; experts are ordered again, between windows, when the shares of enough of them have
+    changed until the last snapshot of a window is planned (MoEvement 3.5): another thread then has an iteration to find
+    the next order. What is used most is anchored last, and so is frozen for longest in a replay.
 
     Failure. When a snapshot of a window fails on any rank, the window restores nothing: it is given up, and the next
     iteration begins another one.
@@ -151,6 +152,7 @@ class Sparse(Strategy):
         self._windows = _Windows()
         self._table: Timetable | None = None
         self._former: Timetable | None = None
+        self._reordering: Reordering | None = None
         self._log_windows = PLACES
         if self._fixed is not None:
             self._table = timetable(job, {}, window=self._fixed)
@@ -187,6 +189,22 @@ class Sparse(Strategy):
         if iteration != begun.span[0]:
             return plan
         return self._with_constants(plan, last_iteration=begun.span[-1])
+
+    def ahead(self) -> Callable[[], None] | None:
+        """The order of the next window, once the last snapshot of this one is planned, from the counts by then."""
+        begun, table = self._windows.begun[-1:], self._table
+        if not begun or begun[0].planned < begun[0].window.size or not self._may_reorder or table is None:
+            return None
+        reordering = self._reordering = Reordering(self._job, self._popularity, table)
+
+        def order() -> None:
+            reordering()
+
+        return order
+
+    @property
+    def _may_reorder(self) -> bool:
+        return self.counts_tokens and self._table is not None and self._table.size != 1 and not self._gave_up
 
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """All in one, which restores a state together with the rest of its window."""
@@ -248,7 +266,7 @@ class Sparse(Strategy):
             fault_iteration: The newest iteration that is known to have ended before the fault.
         """
         plan = super().resumed(plan, data, fault_iteration)
-        self._windows = _Windows()
+        self._windows, self._reordering = _Windows(), None
         self._budget = self._budget.from_data(data["budget"])
         if data["ordering"] == self._ordering:
             self._popularity = self._popularity.from_data(data["popularity"])
@@ -297,17 +315,16 @@ class Sparse(Strategy):
         """
         if self._gave_up:
             return
-        config, table = self._job.config, self._table
-        self._former = table
-        window = table.size if table else None
-        reorders = (
-            self.counts_tokens
-            and window != 1
-            and self._popularity.has_changed(config.reorder_threshold, config.reorder_fraction)
-        )
-        if reorders:
-            self._popularity = self._popularity.reordered()
-            self.order_changes += 1
+        table, reordering = self._table, self._reordering
+        self._former, self._reordering = table, None
+        window, reordered = table.size if table else None, None
+        if table is not None and self._may_reorder:
+            if reordering is None or reordering.table is not table:
+                reordering = Reordering(self._job, self._popularity, table)
+            reordered = reordering()
+            if reordered is not None:
+                self._popularity = self._popularity.reordered(reordering.known)
+                self.order_changes += 1
         if self._fixed is None:
             budget_bytes = self._budget.calls_for_another()
             if budget_bytes is not None:
@@ -316,8 +333,8 @@ class Sparse(Strategy):
                 if needed.size != window:
                     self._table, self._log_windows = needed, PLACES
                     return
-        if reorders and table is not None:
-            self._table = self._timetable(table.size)
+        if reordered is not None:
+            self._table = reordered
 
     def _timetable(self, window: int | None) -> Timetable:
         return timetable(self._job, self._popularity.last, window=window, budget_bytes=self._budget.decided_bytes)

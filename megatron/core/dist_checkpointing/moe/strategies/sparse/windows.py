@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import add, sub
 from statistics import median
 from typing import Any
 
@@ -122,6 +123,27 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
         max(sum(size.full_bytes for size in own.values()) for own in sizes.values()),
         constants=constant_buffers(job),
     )
+
+
+class Reordering:
+    """Whether operators are ordered again for the next window, and its timetable; computed at the first call.
+
+    Two threads may call it at once: both find the same.
+    """
+
+    def __init__(self, job: Job, known: Popularity, table: Timetable) -> None:
+        self._job, self.known, self.table = job, known, table
+        self._found: tuple[Timetable | None] | None = None
+
+    def __call__(self) -> Timetable | None:
+        """The timetable in another order; None where experts are used as before."""
+        if self._found is None:
+            config, found = self._job.config, None
+            if self.known.has_changed(config.reorder_threshold, config.reorder_fraction):
+                found = timetable(self._job, self.known.reordered(self.known).last, window=self.table.size)
+                _ = found.buffer_specs  # asked for next
+            self._found = (found,)
+        return self._found[0]
 
 
 def as_full(job: Job, counts: Counts) -> Timetable:
@@ -280,10 +302,10 @@ class Popularity:
             return replace(self, counts=tuple(map(tuple, fresh)))
         pairs = zip(self.counts, counts, strict=True)
         if alpha is not None:
-            rows = [[alpha * a + (1 - alpha) * b for a, b in zip(old, new, strict=True)] for old, new in pairs]
+            rows = [tuple(alpha * a + (1 - alpha) * b for a, b in zip(old, new, strict=True)) for old, new in pairs]
         else:
-            rows = [[a + b for a, b in zip(old, new, strict=True)] for old, new in pairs]
-        return replace(self, counts=tuple(map(tuple, rows)))
+            rows = [tuple(map(add, old, new)) for old, new in pairs]
+        return replace(self, counts=tuple(rows))
 
     def has_changed(self, threshold: float, fraction: float) -> bool:
         """Whether the operators are to be ordered again (MoEvement 3.5).
@@ -294,9 +316,12 @@ class Popularity:
         """
         return bool(self.counts) and should_reorder(self.last, self._by_expert(self.counts), threshold, fraction)
 
-    def reordered(self) -> Popularity:
-        """With an order that is made from what was counted until now; sums begin anew."""
-        return replace(self, ordered_by=self.counts, counts=() if self.decay is None else self.counts)
+    def reordered(self, known: Popularity) -> Popularity:
+        """With an order that is made from what was counted when it was `known`; sums are of what came since then."""
+        if self.decay is not None or known.counts == self.counts:
+            return replace(self, ordered_by=known.counts, counts=() if self.decay is None else self.counts)
+        since = [tuple(map(sub, now, then)) for now, then in zip(self.counts, known.counts, strict=True)]
+        return replace(self, ordered_by=known.counts, counts=tuple(since))
 
     @property
     def last(self) -> Mapping[OperatorId, float]:
