@@ -113,8 +113,8 @@ class LiveGradients:
 
 
 class LiveBuffers:
-    """The `local_recovery.park.ChangingBuffers` of live training: what routers count, and expert biases, copied on their own
-    device.
+    """The `local_recovery.park.ChangingBuffers` of live training: router counters and expert biases, copied on their
+    own device.
 
     Args:
         tensors: All state of this rank.

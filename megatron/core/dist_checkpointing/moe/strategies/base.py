@@ -158,8 +158,8 @@ class LossReport:
 class Strategy(ABC):
     """Decides alike on all ranks: they make the same calls with the same values in the same order.
 
-    Sequence of one iteration t: `on_token_counts(t)` (only with `counts_tokens`), then `on_commit` for what the ranks agreed on
-    meanwhile, then `plan(t + 1)`. A plan that cannot be carried out on some rank is settled as failed on all.
+    Sequence of one iteration t: `on_token_counts(t)` (only with `counts_tokens`), `on_commit` for each snapshot that
+    all ranks have agreed on since, then `plan(t + 1)`. A plan that fails on one rank is committed as failed on all.
     """
 
     counts_tokens: bool = False

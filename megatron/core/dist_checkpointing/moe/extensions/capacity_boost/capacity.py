@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from ...megatron_state.module_tree import layers_of_routers
 from ...megatron_state.popularity import arriving_counts
-from ..lossy.selection import capacity_boost
 from ...types import OperatorId, expert
 from ..lossy.selection import capacity_boost
 
