@@ -19,7 +19,7 @@ export PYTHONWARNINGS ?= ignore::FutureWarning
 # LOCKED=1: packages of which every file has the recorded hash, torch apart, whose build follows the machine.
 LOCK = requirements/lock-py$(shell $(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
 
-.PHONY: setup demo test test-ci test-core test-full test-oldest check format docs bench gpu-check wheelhouse lock clean
+.PHONY: setup demo test test-ci test-core test-full test-oldest check format docs bench gpu-check gpu-bundle wheelhouse lock clean
 
 setup: $(VENV)/.ready
 
@@ -106,6 +106,11 @@ bench: setup
 # Fails where no test ran. On a machine without internet: WHEELHOUSE=wheelhouse make gpu-check
 gpu-check: setup
 	$(RUN) scripts/gpu_check.py
+
+# What a machine with a GPU, torch and no network lacks, in packs of at most 64 MiB with these sources; docs/gpu.md.
+SM ?= 90
+gpu-bundle: setup
+	$(RUN) tools/gpu_bundle.py --sm $(SM)
 
 # All that `make setup` installs, for a machine with a GPU and without internet: made on one with internet, the same
 # Python and the same kind of CPU. GPU_PACKAGES="transformer-engine[pytorch]" is built from source, which takes nvcc.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,26 @@ def with_torch(folder: Path, *, core: bool = True, first: Path | None = None) ->
         found = importlib.metadata.distribution("megatron-core").locate_file("")
         for info in Path(str(found)).glob("megatron_core-*.dist-info"):
             shutil.copytree(info, made.site / info.name)
+    return made
+
+
+def preinstalled(folder: Path, *names: str) -> Environment:
+    """Has these packages of the running environment, what they need, and nothing else: not this project either."""
+    made, waiting, done = empty(folder), [*names], set[str]()
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another system, or not asked for here
+            continue
+        if name not in done:
+            done.add(name)
+            waiting += [re.split(r"[^\w.-]", one)[0] for one in found.requires or () if "extra ==" not in one]
+            tops = {file.parts[0] for file in found.files or () if not file.is_absolute() and file.parts[0] != ".."}
+            for top in tops - {"__pycache__"}:
+                source, target = Path(str(found.locate_file(top))), made.site / top
+                if not target.exists() and source.exists():
+                    target.symlink_to(source)
     return made
 
 
