@@ -1,25 +1,34 @@
-"""Jobs of the driver on one GPU: their flags, and how they are started, killed and started again."""
+"""Jobs of the driver on one GPU: their flags, and how they are started, killed and started again.
+
+Rehearsed, they run on the CPU (`gpu_place`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_check import end
+from gpu_place import BACKEND, DEVICE, REHEARSED, left_s
+from world import free_port
 
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
+from megatron.pretrain.testing.te_on_cpu.wheel import place
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400
-SMALL = """
---device cuda --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-ffn-hidden-size 64
+SMALL = f"""
+--device {DEVICE} --distributed-backend {BACKEND}
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-ffn-hidden-size 64
 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear --swiglu --normalization RMSNorm --bf16
 --position-embedding-type rope --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8
 --lr 1e-3 --train-iters 12 --use-distributed-optimizer --split 90,5,5 --num-workers 0 --eval-iters 0
@@ -30,21 +39,22 @@ LOCAL = """
 --no-masked-softmax-fusion
 """.split()
 """Megatron-Core's own layers, without kernels of other packages."""
-ENGINE = ("--transformer-impl", "transformer_engine", "--moe-grouped-gemm")
+ENGINE = ("--transformer-impl", "transformer_engine", "--moe-grouped-gemm", *(LOCAL[2:] if REHEARSED else ()))
 DETERMINISTIC = ("--deterministic-mode",)
 """Kernels repeat themselves to the bit."""
 
 
 def needs_engine() -> None:
-    """Skip the test where Transformer Engine is missing, and say so."""
-    if importlib.util.find_spec("transformer_engine") is None:
+    """Skip the test where Transformer Engine is missing, and say so; rehearsed, its Python is enough."""
+    if not (place().is_dir() if REHEARSED else importlib.util.find_spec("transformer_engine")):
         pytest.skip("Transformer Engine is not installed: its grouped experts and FusedAdam were not tested")
 
 
 def corpus(folder: Path) -> str:
-    """The prefix of a small text corpus."""
+    """The prefix of a small text corpus; of so many documents that each of the three splits has some."""
+    sources = sorted(Path(os.__file__).parent.glob("[a-f]*.py"))
     request = PreprocessRequest(
-        inputs=(str(Path(os.__file__).with_name("argparse.py")),),
+        inputs=tuple(map(str, sources)),
         json_keys=("text",),
         output_prefix=str(folder / "stdlib"),
         tokenizer_type="ByteTokenizer",
@@ -59,8 +69,35 @@ def corpus(folder: Path) -> str:
 
 def alone() -> dict[str, str]:
     """Where the only rank of a job meets itself, which a launcher would say."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def bounded(
+    command: Sequence[str], most_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, no longer than the budget lasts; what was printed is kept if it is killed for that.
+
+    Args:
+        command: With its arguments.
+        most_s: Longest time without a budget.
+        environment: Of this process if not given.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, errors="replace"
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=max(1.0, min(most_s, left_s())))
+        except subprocess.TimeoutExpired:
+            end(process)
+            out, err = process.communicate()
+            err += f"killed: it took longer than {most_s:g} s, or than the budget"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def ending(done: subprocess.CompletedProcess[str]) -> str:
+    """The last of what a command printed, for failure messages."""
+    lines = [line for text in (done.stdout, done.stderr) for line in text.splitlines()[-40:]]
+    return f"exit code {done.returncode}\n" + "\n".join(lines)
 
 
 @dataclass
@@ -71,7 +108,11 @@ class Job:
     memory: Path
     data: str
     flags: tuple[str, ...] = ()
+    job_id: str = field(default_factory=lambda: f"gpu-check-{uuid.uuid4().hex[:12]}")
+    """Of its own: a fault strikes once in a job, and jobs of other tests have the same."""
     said: list[str] = field(default_factory=list)
+    last: str = ""
+    """The end of what the newest start printed, for failure messages."""
 
     def run(self, *more: str) -> int:
         """Start it; its exit code."""
@@ -80,20 +121,14 @@ class Job:
         command = [sys.executable, str(ROOT / "pretrain_gpt_moe.py"), *SMALL, "--data-path", self.data, *reports]
         environment = os.environ | {
             **alone(),
-            "TORCHELASTIC_RUN_ID": f"gpu-check-{self.folder.name}",
+            "TORCHELASTIC_RUN_ID": self.job_id,
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "NCCL_ALGO": "Ring",
         }
-        done = subprocess.run(
-            [*command, *self.flags, *more],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=environment,
-            check=False,
-        )
+        done = bounded([*command, *self.flags, *more], TIMEOUT_S, environment)
         self.said.append(done.stdout + done.stderr)
+        self.last = ending(done)
         return done.returncode
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_place import DEVICE, copy_engine, needs_device, settle, sized
 
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import (
     BoundaryFailure,
@@ -14,13 +15,12 @@ from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import 
     fingerprint,
 )
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, boundary_key, received_key
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = needs_device
 
-SHAPE = (1024, 2, 1024)
+SHAPE = (sized(1024, 16), 2, 1024)
 MICROBATCHES = 6
 WAIT_S = 60.0
 KEYS = [boundary_key(Direction.FORWARD, 0, microbatch) for microbatch in range(MICROBATCHES)]
@@ -36,24 +36,24 @@ def store(shm: Path) -> Iterator[MemoryStore]:
 
 @pytest.fixture
 def recorder() -> Iterator[BoundaryRecorder]:
-    made = BoundaryRecorder(StreamEngine())
+    made = BoundaryRecorder(copy_engine())
     yield made
     made.close()
 
 
 def send(recorder: BoundaryRecorder, seed: int) -> list[bytes]:
     """Tensors that a queue of kernels makes, sent before they are ready, their memory given up and used again."""
-    draw = torch.Generator("cuda").manual_seed(seed)
+    draw = torch.Generator(DEVICE).manual_seed(seed)
     expected = []
     for _ in range(MICROBATCHES):
-        tensor = torch.randn(SHAPE, generator=draw, device="cuda")
+        tensor = torch.randn(SHAPE, generator=draw, device=DEVICE)
         for _ in range(20):
             tensor = tensor * 1.0001 + 0.001
         tensor = tensor.bfloat16()
         expected.append(tensor.clone())
         recorder.sent(Direction.FORWARD, tensor)
-        tensor.data = torch.empty(1, device="cuda", dtype=torch.bfloat16)
-        torch.full(SHAPE, 7.0, device="cuda", dtype=torch.bfloat16)  # would take the memory that was given up
+        tensor.data = torch.empty(1, device=DEVICE, dtype=torch.bfloat16)
+        torch.full(SHAPE, 7.0, device=DEVICE, dtype=torch.bfloat16)  # would take the memory that was given up
     return [one.view(torch.uint8).cpu().numpy().tobytes() for one in expected]
 
 
@@ -78,11 +78,11 @@ def test_what_is_given_up_half_way_leaves_the_next_iteration_whole(
 ) -> None:
     given_up = store.reserve(SnapshotId(1, 0, LOG), LAYOUT)
     recorder.arm(LAYOUT, given_up)
-    recorder.sent(Direction.FORWARD, torch.zeros(SHAPE, device="cuda", dtype=torch.bfloat16))
+    recorder.sent(Direction.FORWARD, torch.zeros(SHAPE, device=DEVICE, dtype=torch.bfloat16))
     with pytest.raises(BoundaryFailure, match=f"1 of {MICROBATCHES} forward"):
         recorder.end(WAIT_S)
     given_up.abandon()
-    torch.cuda.synchronize()
+    settle()
     writer = store.reserve(SnapshotId(2, 0, LOG), LAYOUT)
     recorder.arm(LAYOUT, writer)
     expected = send(recorder, 9)
@@ -120,7 +120,7 @@ def test_what_is_received_has_the_fingerprint_that_the_cpu_computes(
         recorder.arm(layout, writer)
         came = []
         for _ in range(MICROBATCHES):
-            tensor = torch.randn(SHAPE, device="cuda").bfloat16()
+            tensor = torch.randn(SHAPE, device=DEVICE).bfloat16()
             recorder.receiving(Direction.BACKWARD)(tensor)
             came.append(tensor)
         send(recorder, 1)

@@ -8,20 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_place import DEVICE, copy_engine, needs_cuda, needs_device, sized
 
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
-from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
+from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, SnapshotPlan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = needs_device
 
 ROUTER = OperatorId(0, OperatorKind.ROUTER)
-NUMEL = 4_000_001
+NUMEL = sized(4_000_001, 400_001)
 WAIT_S = 60.0
+SIDE = sized(4096, 64)
 
 
 class NoTrainer:
@@ -42,10 +44,10 @@ def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:
 
 @pytest.fixture
 def tensors() -> list[StateTensor]:
-    draw = torch.Generator("cuda").manual_seed(1)
-    both = torch.randn(2 * NUMEL, generator=draw, device="cuda")
+    draw = torch.Generator(DEVICE).manual_seed(1)
+    both = torch.randn(2 * NUMEL, generator=draw, device=DEVICE)
     return [
-        piece("buffer", Part.MASTER, torch.randn(64, generator=draw, device="cuda")),
+        piece("buffer", Part.MASTER, torch.randn(64, generator=draw, device=DEVICE)),
         piece("master", Part.MASTER, both[:NUMEL]),
         piece("exp_avg", Part.MOMENTS, both[NUMEL:]),
         piece("step", Part.MOMENTS, torch.ones(1)),
@@ -60,17 +62,17 @@ def store(shm: Path) -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
-def engine() -> Iterator[StreamEngine]:
-    made = StreamEngine()
+def engine() -> Iterator[CopyEngine]:
+    made = copy_engine()
     yield made
     made.close()
 
 
 def hold_the_device() -> None:
     """Work that keeps training's stream busy for a while."""
-    square = torch.randn(4096, 4096, device="cuda")
+    square = torch.randn(SIDE, SIDE, device=DEVICE)
     for _ in range(20):
-        square = square @ square.T / 4096
+        square = square @ square.T / SIDE
 
 
 def host_copies(tensors: list[StateTensor]) -> list[torch.Tensor]:
@@ -78,7 +80,7 @@ def host_copies(tensors: list[StateTensor]) -> list[torch.Tensor]:
 
 
 def test_snapshots_have_the_state_when_begun_and_restore_it(
-    store: MemoryStore, engine: StreamEngine, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
+    store: MemoryStore, engine: CopyEngine, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
     layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
@@ -105,9 +107,8 @@ def test_snapshots_have_the_state_when_begun_and_restore_it(
     assert not [record for record in caplog.records if "page-lock" in record.message]
 
 
-def test_begin_does_not_wait_for_the_device(
-    store: MemoryStore, engine: StreamEngine, tensors: list[StateTensor]
-) -> None:
+@needs_cuda("a host that goes ahead of the device was")
+def test_begin_does_not_wait_for_the_device(store: MemoryStore, engine: CopyEngine, tensors: list[StateTensor]) -> None:
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
     layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in (1, 2, 3):  # both segments are page-locked by the second
@@ -124,9 +125,10 @@ def test_begin_does_not_wait_for_the_device(
     assert was_busy
 
 
+@needs_cuda("a driver that refuses page-locks was")
 def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
     store: MemoryStore,
-    engine: StreamEngine,
+    engine: CopyEngine,
     tensors: list[StateTensor],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -157,7 +159,7 @@ def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
 def test_the_bandwidth_is_that_of_the_device_and_a_trial_comes_before_the_first_copy(
     store: MemoryStore, tensors: list[StateTensor]
 ) -> None:
-    capturer = LiveCapturer(tensors, NoTrainer(), StreamEngine())
+    capturer = LiveCapturer(tensors, NoTrainer(), copy_engine())
     tried = capturer.bandwidth_bytes_per_s
     layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.MASTER_AND_MOMENTS}))
     with store.reserve(SnapshotId(1, 0), layout) as writer:
@@ -170,7 +172,7 @@ def test_the_bandwidth_is_that_of_the_device_and_a_trial_comes_before_the_first_
 def test_segments_are_page_locked_over_resizes(
     store: MemoryStore, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = StreamEngine()
+    engine = copy_engine()
     capturer = LiveCapturer(tensors, NoTrainer(), engine)
     layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in range(1, 5):

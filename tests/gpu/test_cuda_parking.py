@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import pytest
 import torch
+from gpu_place import DEVICE, copy_engine, needs_device, sized
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
@@ -18,14 +18,13 @@ from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import PARKED, Part, expert
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = needs_device
 
 EXPERT = expert(0, 0)
-NUMEL = 256 << 20
+NUMEL = sized(256 << 20, 1 << 18)
 WAIT_S = 60.0
 
 
@@ -46,13 +45,13 @@ def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:
 
 
 def test_what_survives_is_parked_in_time_and_comes_back_to_the_bit(shm: Path, record: Callable[..., None]) -> None:
-    draw = torch.Generator("cuda").manual_seed(3)
+    draw = torch.Generator(DEVICE).manual_seed(3)
     tensors = [
-        piece("master", Part.MASTER, torch.randn(NUMEL, generator=draw, device="cuda")),
-        piece("exp_avg", Part.MOMENTS, torch.randn(NUMEL, generator=draw, device="cuda")),
+        piece("master", Part.MASTER, torch.randn(NUMEL, generator=draw, device=DEVICE)),
+        piece("exp_avg", Part.MOMENTS, torch.randn(NUMEL, generator=draw, device=DEVICE)),
     ]
     was = [one.tensor.clone() for one in tensors]
-    engine = StreamEngine()
+    engine = copy_engine()
     capturer = LiveCapturer(tensors, NoTrainer(), engine)  # type: ignore[arg-type]
     store = MemoryStore(shm, "job", 0, [1], area="standby")
     identity = Identity("job", {"pp": 2}, capturer.operators, timeline=(("a", 0),))

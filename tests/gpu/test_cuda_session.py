@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, Job, corpus, needs_engine
+from gpu_place import needs_device
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = needs_device
 
 STRATEGIES = {
     "full": ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1"),
@@ -24,19 +24,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("engine", ["local", "transformer engine"])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_killed_job_comes_back_where_it_was(name: str, engine: str, tmp_path: Path, shm: Path, data: str) -> None:
-    if engine != "local":
+@pytest.fixture(scope="module", params=["local", "transformer engine"])
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: str) -> Job:
+    """A job that nothing happens to: all that are killed are compared with it."""
+    if request.param != "local":
         needs_engine()
-    model = (*(LOCAL if engine == "local" else ENGINE), *DETERMINISTIC)
-    straight = Job(tmp_path / "straight", shm, data, model)
-    assert straight.run() == 0, straight.said[-1]
+    model = (*(LOCAL if request.param == "local" else ENGINE), *DETERMINISTIC)
+    folder = tmp_path_factory.mktemp("straight")
+    job = Job(folder / "straight", folder, data, model)
+    assert job.run() == 0, job.last
+    return job
+
+
+@pytest.mark.takes(60)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_killed_job_comes_back_where_it_was(name: str, straight: Job, tmp_path: Path, shm: Path, data: str) -> None:
+    model = straight.flags
     protected = (*STRATEGIES[name], "--moe-ckpt-memory-dir", str(shm))
     killed = Job(tmp_path / "killed", shm, data, (*model, *protected, *FAULT))
-    assert killed.run() == -signal.SIGKILL, killed.said[-1]
-    assert killed.run() == 0, killed.said[-1]
-    assert "recovered iteration" in killed.said[-1], killed.said[-1]
+    assert killed.run() == -signal.SIGKILL, killed.last
+    assert killed.run() == 0, killed.last
+    assert "recovered iteration" in killed.said[-1], killed.last
     if name == "pec":  # loses updates of experts, and says how many tokens
         assert killed.losses().keys() == straight.losses().keys()
         return
@@ -46,10 +54,11 @@ def test_a_killed_job_comes_back_where_it_was(name: str, engine: str, tmp_path: 
         assert replayed, "nothing was run again with frozen operators"
 
 
+@pytest.mark.takes(60)
 def test_a_protected_job_trains_as_an_unprotected_one(tmp_path: Path, shm: Path, data: str) -> None:
     model = (*LOCAL, *DETERMINISTIC)
     plain = Job(tmp_path / "plain", shm, data, model)
     protected = Job(tmp_path / "protected", shm, data, (*model, *STRATEGIES["full"], "--moe-ckpt-memory-dir", str(shm)))
-    assert [plain.run(), protected.run()] == [0, 0], protected.said[-1]
+    assert [plain.run(), protected.run()] == [0, 0], protected.last
     assert protected.losses() == plain.losses()
     assert not [line for line in protected.said[-1].splitlines() if "cannot page-lock" in line]

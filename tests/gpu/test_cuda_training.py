@@ -19,10 +19,10 @@ FLAGS = (*LOCAL, "--train-iters", "6", "--save-interval", "3")
 def test_training_on_cuda_resumes_where_it_was(tmp_path: Path, shm: Path) -> None:
     data = corpus(tmp_path)
     straight = Job(tmp_path / "straight", shm, data, (*FLAGS, "--save", str(tmp_path / "first")))
-    assert straight.run() == 0, straight.said[-1]
+    assert straight.run() == 0, straight.last
     from_there = ("--load", str(tmp_path / "first"), "--ckpt-step", "3")
     resumed = Job(tmp_path / "resumed", shm, data, (*FLAGS, "--save", str(tmp_path / "second"), *from_there))
-    assert resumed.run() == 0, resumed.said[-1]
+    assert resumed.run() == 0, resumed.last
     before, after = ({at: loss for at, (loss, _) in job.losses().items()} for job in (straight, resumed))
     assert sorted(after) == [4, 5, 6]
     # Scatter kernels on CUDA add in any order, so equality of bits is not asked for here.

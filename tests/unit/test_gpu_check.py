@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import gpu_check
 import pytest
 import torch
 from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL
 from megatron_flags import judged
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import gpu_check  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -26,28 +28,138 @@ def test_without_a_gpu_it_fails_with_one_line() -> None:
     assert line.startswith(f"gpu-check: nothing was tested: torch {torch.__version__}")
 
 
-REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped message="no TE"/></testcase>
-<testcase name="c"><failure message="bad"/></testcase></testsuite></testsuites>"""
+MACHINE = {
+    "missing": [], "torch": "2.11.0+cu130", "cuda": "13.0", "device": "H100", "sm": 90, "used_bytes": 0,
+    "bytes": 80 << 30,
+}  # fmt: skip
 
 
-def test_only_tests_that_passed_count_and_each_reason_to_skip_is_told(tmp_path: Path) -> None:
-    (tmp_path / "report.xml").write_text(REPORT)
-    assert gpu_check.ran(tmp_path / "report.xml") == (1, ["no TE"])
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"torch": "2.4.1"}, "torch 2.4.1 is not supported (expected 2.6 and newer)"),
+        ({"cuda": None}, "torch 2.11.0+cu130 is built for CPUs: "),
+        ({"error": "Found no NVIDIA driver"}, "torch 2.11.0+cu130 for CUDA 13.0: Found no NVIDIA driver"),
+        ({"missing": ["xxhash"]}, "missing packages: xxhash; "),
+        ({"used_bytes": 60 << 30}, "GPU in use: 64.4 of 85.9 GB are taken; "),
+    ],
+)
+def test_a_machine_that_is_not_fit_is_refused_with_one_line(found: dict[str, Any], said: str) -> None:
+    gpu_check.check(MACHINE, rehearsed=False)
+    with pytest.raises(gpu_check.UnusableMachine) as refused:
+        gpu_check.check(MACHINE | found, rehearsed=False)
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
 
 
-def test_a_run_in_which_all_was_skipped_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("part", "sm", "free_bytes", "said"),
+    [
+        ("te", 80, 64 << 30, "pack te is for sm_80, but this GPU is sm_90: run `make gpu-bundle SM=90`"),
+        ("ranks", None, 64 << 30, "pack nccl is not here: bring nccl.tar.xz of `make gpu-bundle` along"),
+        ("model", None, 8 << 30, "/dev/shm has 8.6 GB free, 45G are needed: mount -o remount,size=45G /dev/shm"),
+    ],
+)
+def test_a_part_that_cannot_run_says_why_in_one_line(
+    part: str, sm: int | None, free_bytes: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "no_gpu", lambda: "")
+    monkeypatch.setenv("MOE_CKPT_GPU_SITE", str(tmp_path))
+    monkeypatch.setattr(gpu_check.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+    if sm is not None:
+        (tmp_path / part).mkdir()
+        (tmp_path / part / f"{part}.json").write_text(json.dumps({"sm": sm}))
+    with pytest.raises(gpu_check.UnusableMachine) as refused:
+        gpu_check.prepared(part, MACHINE, rehearsed=False)
+    assert str(refused.value) == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--part", "facts,brakes"], "gpu-check: no part 'brakes' (expected facts, "),
+        (["--budget", "0"], "gpu-check: invalid --budget: 0 (expected seconds above 0)"),
+        (["--budget", "soon"], "gpu-check: argument --budget: invalid float value: 'soon'"),
+    ],
+)
+def test_arguments_that_are_wrong_end_it_with_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(said)
+
+
+FIGURE = """
+import pytest
+def test_first(record):
+    record("first", value=1)
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Runs parts, each of one file with this content; returns the results."""
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    test = tmp_path / "tests" / "gpu" / "test_one.py"
-    test.parent.mkdir(parents=True)
-    test.write_text("import pytest\n@pytest.mark.skip(reason='no device')\ndef test_one():\n    pass\n")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "-q", "-p", "no:cacheprovider"])
-    assert gpu_check.main() == 1
-    assert "gpu-check: NOT tested: no device" in capsys.readouterr().err
-    test.write_text("def test_one():\n    pass\n")
-    assert gpu_check.main() == 0
+    monkeypatch.setattr(gpu_check, "asked", lambda: MACHINE)
+    monkeypatch.setattr(gpu_check, "KILL_AFTER_S", 0.0)
+    monkeypatch.delenv("MOE_CKPT_GPU_SITE", raising=False)
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    paths = f"{ROOT / 'scripts'} {ROOT}"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {paths}\nmarkers = takes\n")
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", folder)
+
+    def run(budget_s: float = 60.0, **contents: str) -> list[dict[str, Any]]:
+        parts = {name: gpu_check.CheckPart((f"test_{name}.py",)) for name in contents}
+        monkeypatch.setattr(gpu_check, "PARTS", parts)
+        for name, content in contents.items():
+            (folder / f"test_{name}.py").write_text(content)
+        given = ["--part", ",".join(parts), "--budget", str(budget_s), "--out", str(tmp_path / "out")]
+        code = gpu_check.main(given)
+        text = (tmp_path / "out" / "results.jsonl").read_text()
+        return [{"code": code}, *map(json.loads, text.splitlines())]
+
+    return run
+
+
+Check = Callable[..., list[dict[str, Any]]]
+
+
+def outcomes(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(line["part"], line["outcome"]) for line in lines if "outcome" in line]
+
+
+def test_a_run_in_which_all_was_skipped_is_a_failure(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = check(one="import pytest\n@pytest.mark.skip(reason='no TE')\ndef test_one():\n    pass\n")
+    assert lines[0] == {"code": 1}
+    assert capsys.readouterr().err.splitlines() == [
+        "gpu-check: NOT tested: no TE", "gpu-check: nothing was tested: no test ran"
+    ]  # fmt: skip
+
+
+def test_a_part_that_fails_or_crashes_does_not_take_the_others_along(check: Check) -> None:
+    crash, failure = "import os\ndef test_it():\n    os.abort()\n", "def test_it():\n    assert 1 == 2, 'two'\n"
+    lines = check(crash=crash, failure=failure, last=FIGURE)
+    assert outcomes(lines) == [("crash", "failed"), ("failure", "failed"), ("last", "passed")]
+    assert lines[0] == {"code": 1}
+    assert [line["why"] for line in lines if line.get("outcome") == "failed"] == [
+        "test_crash.py: pytest ended with -6, see log.txt", "AssertionError: two"
+    ]  # fmt: skip
+
+
+def test_what_the_budget_does_not_suffice_for_is_cut_off_and_figures_stay(check: Check) -> None:
+    slow = f"{FIGURE}\ndef test_slow():\n    import time\n    time.sleep(60)\n"
+    lines = check(8.0, slow=slow, never=FIGURE)
+    assert [line["figure"] for line in lines if "figure" in line] == ["first"]
+    assert outcomes(lines) == [("slow", "passed"), ("slow", "cut off"), ("never", "not run")]
+
+
+def test_a_test_that_would_not_end_in_time_is_not_begun(check: Check) -> None:
+    lines = check(long=f"{FIGURE}\n@pytest.mark.takes(100)\ndef test_long():\n    raise AssertionError\n")
+    assert outcomes(lines) == [("long", "passed"), ("long", "skipped")]
+    assert lines[-1]["why"].startswith("the budget: test_long takes 100 s, ")
 
 
 def test_a_wheelhouse_keeps_pip_from_any_index() -> None:
