@@ -110,12 +110,12 @@ def main(argv: list[str]) -> int:
     given = arguments(argv)
     until_s, rehearsed = time.monotonic() + given.budget, os.environ.get(REHEARSAL) == "cpu"
     try:
+        given.out.mkdir(parents=True, exist_ok=True)
         machine = asked()
         check(machine, rehearsed)
-    except UnusableMachine as error:
+    except (UnusableMachine, OSError) as error:
         sys.stderr.write(f"gpu-check: nothing was tested: {error}\n")
         return 2
-    given.out.mkdir(parents=True, exist_ok=True)
     results = Results(given.out.resolve() / "results.jsonl")
     results.add({"run": machine | {"parts": given.part, "budget_s": given.budget, "rehearsed": rehearsed}})
     for name in given.part:

@@ -42,7 +42,8 @@ def unpack(pack: Path, site: Path) -> bool:
     except ImportError as error:
         raise UnusablePack(f"{sys.executable} cannot read {pack.name} ({error}): give PYTHON= one with lzma") from error
     except (tarfile.TarError, EOFError, OSError, StopIteration, ValueError) as error:
-        raise UnusablePack(f"damaged {pack} ({error or type(error).__name__}): run `make gpu-bundle` again") from error
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnusablePack(f"damaged {pack} ({why}): run `make gpu-bundle` again") from error
     return True
 
 

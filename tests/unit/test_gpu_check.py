@@ -14,8 +14,10 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL
+from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL, Job, corpus
 from megatron_flags import judged
+
+from megatron.pretrain.indexed_corpus import open_corpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +73,16 @@ def test_a_part_that_cannot_run_says_why_in_one_line(
     with pytest.raises(gpu_check.UnusableMachine) as refused:
         gpu_check.prepared(part, MACHINE, rehearsed=False)
     assert str(refused.value) == said
+
+
+def test_a_folder_of_results_that_is_none_is_refused_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert gpu_check.main(["--out", str(tmp_path / "file")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpu-check: nothing was tested: ")
+    assert str(tmp_path / "file") in line
 
 
 @pytest.mark.parametrize(
@@ -173,3 +185,10 @@ def test_a_wheelhouse_keeps_pip_from_any_index() -> None:
 def test_megatron_lm_takes_the_flags_of_the_jobs_that_it_starts(layers: Sequence[str]) -> None:
     args = judged([*SMALL, *layers, *DETERMINISTIC, "--data-path", "corpus"], 1)
     assert (args.device, args.deterministic_mode) == ("cuda", True)
+
+
+def test_jobs_of_the_check_have_data_for_each_split_and_ids_of_their_own(tmp_path: Path) -> None:
+    documents = len(open_corpus(corpus(tmp_path)).sequence_lengths)
+    assert documents * 0.05 >= 1  # of a split without documents Megatron-Core builds samples for ever
+    one, other = (Job(tmp_path / "killed", tmp_path, "") for _ in range(2))
+    assert one.job_id != other.job_id  # a fault strikes once in a job
