@@ -56,9 +56,10 @@ def spin(group: dist.ProcessGroup) -> None:
     """Give the device work for SPIN_S, and a collective of the group behind it."""
     if REHEARSED:
         return
-    clock_hz = 1e3 * torch.cuda.get_device_properties(0).clock_rate
+    sleep, ticks = torch.cuda._sleep, 10**8
+    ticks_per_s = ticks / seconds(lambda: sleep(ticks))
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(int(SPIN_S * clock_hz))
+        sleep(int(SPIN_S * ticks_per_s))
         dist.all_reduce(torch.ones(1 << 20, device=DEVICE), group=group, async_op=True)
 
 
