@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 def splits_as_integers(original: Any) -> Any:
     """For `maybe_move_tensor_to_cpu`: what all-to-all splits by as integers, though it is on the CPU already."""
 
+    @functools.wraps(original)
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
