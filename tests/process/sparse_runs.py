@@ -38,7 +38,7 @@ DROPOUT: Scaled = ("--hidden-dropout", "0.1")
 
 @dataclass(frozen=True)
 class Case:
-    """A job and where it is killed (RANK@ITER:PHASE); `window` is that of `--moe-ckpt-window`.
+    """A job and where it is killed (RANK@ITER:PHASE); `window` is that of `--moe-ckpt-window`, empty under `full`.
 
     All flags that shape training are in `model`; those of `sparse` change nothing but how a job comes back.
     """
@@ -60,8 +60,8 @@ class Case:
     def flags(self) -> tuple[str, ...]:
         """What the driver is given beside the layout."""
         faults = (part for fault in self.faults for part in ("--moe-ckpt-inject-fault", fault))
-        window = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", self.window)
-        window += ("--moe-ckpt-recovery", self.recovery)
+        window = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", self.window) if self.window else ()
+        window += ("--moe-ckpt-recovery", self.recovery) if self.window else ("--moe-ckpt-strategy", "full")
         return (*LENGTH, *self.model, *window, *self.sparse, *faults)
 
 
