@@ -151,7 +151,10 @@ class AsyncDevice:
             blocks: Memory of the device that it touches.
         """
         self.require_context()
-        return self._given(QueuedWork(run, stream or self.current_stream(), after, name, blocks))
+        work = self._given(QueuedWork(run, stream or self.current_stream(), after, name, blocks))
+        for block in blocks:
+            block.last_work[work.stream] = work
+        return work
 
     def reclaim(self, block: Block, after: Sequence[QueuedWork]) -> None:
         """Memory was freed: the next allocation on its stream may get it, once all that it was kept for is done.

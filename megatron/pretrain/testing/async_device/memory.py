@@ -33,6 +33,7 @@ class Block:
     def __init__(self, nbytes: int, stream: Stream) -> None:
         self.stream, self.is_freed = stream, False
         self.used_by: set[Stream] = set()  # as `record_stream` has named them
+        self.last_work: dict[Stream, QueuedWork] = {}  # that looks at it or writes it
         whole: np.ndarray = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -whole.__array_interface__["data"][0] % _ALIGNMENT
         self.array = whole[start : start + nbytes]

@@ -22,13 +22,14 @@ class Operators(TorchDispatchMode):
     """Gives operators to a device, for the thread that enters this.
 
     Tensors of the device are tensors of the CPU whose storage the device knows, so that autograd, gloo and Python see
-    nothing unusual. There are four kinds of operators:
+    nothing unusual. There are five kinds of operators:
 
         views               nothing is read: they run at once
         copies              to or from the host: `copy`
         need the host       their result is a number or has a size that depends on values, they draw random numbers
-                            (there is one generator, the host's), they write to host memory, or they move tensors to
-                            other ranks: the stream is waited for, then they run
+                            (there is one generator, the host's), or they write to host memory: the stream is waited
+                            for, then they run
+        collectives         are gloo's, on the host: what touches their tensors is waited for
         all others          memory for their results is allocated now, by the shapes of meta tensors; they run later
 
     Args:
@@ -59,7 +60,10 @@ class Operators(TorchDispatchMode):
             return self._memory.allocate_pinned(made) if pinned else made
         kwargs.pop("pin_memory", None)
         if func.namespace == "c10d":
-            self._device.current_stream().synchronize()
+            # Only for these tensors: other work may run later, as it may under NCCL.
+            for block in self._blocks(*_tensors((args, kwargs))):
+                for work in list(block.last_work.values()):
+                    self._device.wait_for(work)
             return func(*args, **kwargs)
         if name == "copy_" and self._is_host(args[0]) != self._is_host(args[1]):
             return self.copy(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))

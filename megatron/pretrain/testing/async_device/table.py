@@ -58,7 +58,7 @@ def patches(device: AsyncDevice) -> tuple[Patch, ...]:
             "megatron.core.transformer.moe.token_dispatcher",
             "maybe_move_tensor_to_cpu",
             inspect.unwrap,
-            "core's own, which copies beside training",
+            "core's own, which copies on a side stream",
         ),
         Patch("threading:Thread", "run", functools.partial(_with_operators, device), "operators of all threads"),
     )
