@@ -145,7 +145,8 @@ ROWS = {
         f"{VALUES} extensions.lossy extensions.shard policy", "click matplotlib", "report simulator megatron_core"
     ),
     "tools": Row(
-        "config errors features policy types strategies core_versions megatron_state replay", "click torch yaml",
+        "config errors features policy types strategies core_versions in_place megatron_state replay stock",
+        "click torch yaml",
         "commands simulator __init__", f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
     "scripts": Row("", "matplotlib pip torch", "megatron_core", also=DRIVER),

@@ -380,6 +380,11 @@ def test_the_page_of_features_by_loop_is_the_table_that_flags_are_judged_by() ->
     assert features.PAGE.read_text(encoding="utf-8") == features.render(), "run python tools/features_by_loop.py"
 
 
+def test_the_page_of_recipes_is_what_the_refusals_say() -> None:
+    coverage = tool("recipe_coverage")
+    assert coverage.PAGE.read_text(encoding="utf-8") == coverage.render(), "run python tools/recipe_coverage.py"
+
+
 @cache
 def sentences_of_the_code() -> str:
     """All texts in the packages; those of an f-string and its neighbours as one, with what it puts in as `\\0`."""

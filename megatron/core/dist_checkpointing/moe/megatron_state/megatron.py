@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
@@ -47,6 +47,7 @@ from .restore import (
     recast_quantized_weights,
     settle_gathers,
 )
+from .supported import unsupported_optimizers, unsupported_settings
 
 
 def read_topology(ranks_per_node: int) -> Topology:
@@ -285,35 +286,10 @@ class _Owned:
     state: Mapping[str, Any]
 
 
-_ADAMS = ("Adam", "AdamW", "FusedAdam")
-"""Of torch, Apex and Transformer Engine: optimizers whose whole state is what is enumerated here."""
-
-
 def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
-    config, wrapping, topology = model.chunks[0].config, model.wrapped[0].ddp_config, model.topology
-    # Without expert parallelism core reduces the gradients of experts with the rest's, over other tensor ranks.
-    astray = bool(config.num_moe_experts) and topology.ep == 1 and topology.expert_tp != topology.tp
-    reasons = {
-        "fp4": config.fp4,
-        f"weights in {config.fp8_recipe} eight bits, which are kept by rows and by columns": config.fp8_param
-        and config.fp8_recipe not in ("delayed", "tensorwise"),
-        "attention in eight bits": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
-        "Megatron-FSDP": wrapping.use_megatron_fsdp,
-        "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
-        "an expert-tensor-parallel size of its own and no expert parallelism": astray,
-    }
-    # Each rank steps whole layers there, and gathers the others': no shard of them has an owner on every rank.
-    container = type(optimizer).__name__
-    reasons[f"the optimizer {container}"] = container == "LayerWiseDistributedOptimizer"
-    for member in optimizer_members(optimizer):
-        inner = type(member.optimizer)
-        # Masters and moments of one that offloads are copies in the host's memory, which it swaps in its step.
-        reasons[f"the optimizer {inner.__name__}"] = not any(base.__name__ in _ADAMS for base in inner.__mro__)
-        known = type(member) in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
-        reasons[f"the optimizer {type(member).__name__}"] = not known
-    for reason, applies in reasons.items():
-        if applies:
-            raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
+    settings = unsupported_settings(model.chunks[0].config, model.wrapped[0].ddp_config)
+    for reason in (*settings, *unsupported_optimizers(optimizer)):
+        raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
 
 
 def _owned(member: MegatronOptimizer) -> Iterator[_Owned]:

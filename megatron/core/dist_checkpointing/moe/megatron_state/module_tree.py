@@ -124,6 +124,24 @@ def is_plain_gpt(model: Any) -> bool:
     return isinstance(model, GPTModel) and not model.config.mtp_num_layers
 
 
+def refuse_stages(model: str, stages: int, chunks: int = 1) -> None:
+    """Refuse a model that is no plain GPT where it is cut: its layers are numbered on one stage only.
+
+    Args:
+        model: Its kind.
+        stages: Of the pipeline.
+        chunks: Of a stage.
+
+    Raises:
+        UsageError: It is cut.
+    """
+    if stages > 1 or chunks > 1:
+        raise UsageError(
+            f"a {model} on {stages} pipeline stages cannot be protected: layers are numbered over"
+            " stages in a GPT without multi-token prediction only; use --pipeline-model-parallel-size 1"
+        )
+
+
 def tree_of(chunks: Sequence[torch.nn.Module]) -> ModuleTree | None:
     """The tree of a model that is no plain GPT; None for one that is.
 
@@ -133,12 +151,7 @@ def tree_of(chunks: Sequence[torch.nn.Module]) -> ModuleTree | None:
     models = unwrap_model(list(chunks))
     if is_plain_gpt(models[0]):
         return None
-    stages = models[0].config.pipeline_model_parallel_size
-    if len(models) > 1 or stages > 1:
-        raise UsageError(
-            f"a {type(models[0]).__name__} on {stages} pipeline stages cannot be protected: layers are numbered over"
-            " stages in a GPT without multi-token prediction only; use --pipeline-model-parallel-size 1"
-        )
+    refuse_stages(type(models[0]).__name__, models[0].config.pipeline_model_parallel_size, len(models))
     tree = ModuleTree(models[0])
     if len({layer.experts for layer in tree.layers if layer.moe}) > 1:
         counts = ", ".join(f"{layer.path} {layer.experts}" for layer in tree.layers if layer.moe)

@@ -28,11 +28,14 @@ log = logging.getLogger(__name__)
 DEVICE, TRACKED = "device", "tracker/"
 
 
+KEPT_AS_GENERATOR = "is a generator, as CUDA graphs need it, and cannot be captured"
+
+
 def _tracked() -> dict[str, torch.Tensor]:
     states: dict[str, Any] = tensor_parallel.get_cuda_rng_tracker().get_states()
     for name, tracked in states.items():
         if not isinstance(tracked, torch.Tensor):
-            raise UsageError(f"random state {name} is a generator, as CUDA graphs need it, and cannot be captured")
+            raise UsageError(f"random state {name} {KEPT_AS_GENERATOR}")
     return states
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
-from typing import cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -147,21 +147,34 @@ def _check_tokens(chunks: Sequence[torch.nn.Module], step: StepJournal) -> None:
         )
 
 
+def unfreezable_settings(config: Any) -> Iterator[str]:
+    """What of a model's settings would break where operators are frozen.
+
+    Args:
+        config: Core's configuration of the model.
+
+    Yields:
+        What does not go with frozen operators, as a noun.
+    """
+    found = {
+        # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
+        "CUDA graphs": uses_cuda_graphs(config),
+        # These compute or move by a schedule of their own what a frozen operator no longer has.
+        "activations offloaded to the CPU": config.cpu_offloading or config.fine_grained_activation_offloading,
+        "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,
+        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
+    }
+    yield from (reason for reason, applies in found.items() if applies)
+
+
 def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Refuse what frozen operators would break; what no state can be enumerated of `state_tensors` has refused."""
     require_seams()
     config = unwrap_model(chunks[0]).config
     of_group = any(has_norm_of_its_own(parameter) for chunk in chunks for parameter in chunk.parameters())
-    offloading = config.cpu_offloading or config.fine_grained_activation_offloading
-    reasons = {
-        # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
-        "CUDA graphs": uses_cuda_graphs(config),
+    reasons = dict.fromkeys(unfreezable_settings(config), True) | {
         # Which parameters share a norm would have to be in the journal too.
         "gradients that are clipped by a norm of their own group": of_group,
-        # Each of these computes or moves by its own schedule what a frozen operator no longer has.
-        "activations offloaded to the CPU": offloading,
-        "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,
-        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
         f"the optimizer {type(optimizer).__name__}": type(optimizer) is not ChainedOptimizer,
     }
     for inner in (member.optimizer for member in getattr(optimizer, "chained_optimizers", [])):
