@@ -20,7 +20,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.dist_checkpointing.moe import wait_for_rank
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -52,7 +56,9 @@ def model_provider(
         layers = with_local_norms(layers)
     ahead = None
     if config.mtp_num_layers:
-        ahead = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
+        # A stage may have them and no other layer: they are as the last one of the model.
+        like = layers if layers.layer_specs else get_gpt_decoder_layer_specs(config, engine, args.normalization)[-1]
+        ahead = get_gpt_mtp_block_spec(config, like, use_transformer_engine=engine, vp_stage=vp_stage)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layers,

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind,
 FIRST = ChunkPlace(first_layer=0, num_layers=12)
 LATER = ChunkPlace(first_layer=8, num_layers=12, first_expert=4)
 TIED = ChunkPlace(first_layer=8, num_layers=12, tied=True)
+AHEAD = ChunkPlace(first_layer=8, num_layers=12, first_expert=4, tied=True, layers_ahead=2, copies_embedding=True)
 
 EMBEDDING = OperatorId(-1, OperatorKind.EMBEDDING)
 HEAD = OperatorId(12, OperatorKind.HEAD)
@@ -76,6 +77,31 @@ def test_a_name_and_the_place_of_its_chunk_give_the_operator(
     assert locate(name, chunk).operator == operator
 
 
+@pytest.mark.parametrize(
+    ("name", "operator", "of_model"),
+    [
+        ("mtp.layers.1.eh_proj.weight", rest_of(13), ""),
+        ("mtp.layers.0.final_layernorm.weight", rest_of(12), ""),
+        ("mtp.layers.0.mtp_model_layer.mlp.router.expert_bias", router(12), ""),
+        ("mtp.layers.1.mtp_model_layer.self_attention.linear_qkv.weight", rest_of(13), ""),
+        (
+            "mtp.layers.1.mtp_model_layer.mlp.experts.local_experts.1.linear_fc1.weight",
+            expert(13, 5),
+            "mtp.layers.1.mtp_model_layer.mlp.experts.5.linear_fc1.weight",
+        ),
+        ("decoder.layers.3.mlp.router.weight", router(11), "decoder.layers.11.mlp.router.weight"),
+        ("decoder.final_layernorm.weight", OperatorId(14, OperatorKind.HEAD), ""),
+        ("output_layer.weight", OperatorId(14, OperatorKind.HEAD), ""),
+        ("embedding.word_embeddings.weight", EMBEDDING, ""),
+        ("embedding.position_embeddings.weight", EMBEDDING, "mtp.embedding.position_embeddings.weight"),
+    ],
+)
+def test_layers_that_predict_further_tokens_come_after_the_others(
+    name: str, operator: OperatorId, of_model: str
+) -> None:
+    assert locate(name, AHEAD) == GlobalName(operator, of_model or name)
+
+
 def test_names_are_those_of_the_whole_model() -> None:
     name = "decoder.layers.1.self_attention.linear_proj.weight"
     assert locate(name, LATER).name == "decoder.layers.9.self_attention.linear_proj.weight"
@@ -97,7 +123,7 @@ def test_the_last_stages_copy_of_tied_embeddings_is_the_embedding() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.adapter.weight",
         "vision_model.weight",
         "decoder.layers.x.input_layernorm.weight",
         "decoder.layers.0.adapter.weight",

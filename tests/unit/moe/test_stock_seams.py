@@ -93,7 +93,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"iterations_to_skip": [3, 4]},
         {"dataloader_type": "cyclic"},
         {"moe_use_upcycling": True},
-        {"mtp_num_layers": 1},
+        {"pipeline_model_parallel_layout": "Et|t|m|L"},
     ],
     ids=lambda flag: next(iter(flag)),
 )

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from ..standby.channel import end_with_parent
 
@@ -26,7 +27,9 @@ except ImportError:
 
 
 def forget_auxiliary_losses() -> None:
-    """Set what routers have noted of this iteration to zero."""
+    """Set to zero what routers, and layers that predict further tokens, have noted of this iteration."""
+    for noted in _of_iteration():
+        MTPLossLoggingHelper.tracker[noted].zero_()
     if get_moe_metrics_tracker is None:
         moe_utils.clear_aux_losses_tracker()
     else:
@@ -34,13 +37,22 @@ def forget_auxiliary_losses() -> None:
 
 
 def drop_auxiliary_losses() -> None:
-    """Drop the tensors of the tracker, which have as many elements as this job's model has layers."""
+    """Drop the tensors of these trackers, which have as many elements as this job's model has layers, and the process
+    groups that they are reduced over."""
+    for noted in (*_of_iteration(), "reduce_group", "avg_group"):
+        MTPLossLoggingHelper.tracker.pop(noted, None)
     if get_moe_metrics_tracker is None:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
     else:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         destroy_moe_metrics_tracker()
+
+
+def _of_iteration() -> list[str]:
+    """What layers that predict further tokens have noted since it was last reported; rates of all training are left."""
+    items = MTPLossLoggingHelper.tracker.items()
+    return [name for name, value in items if torch.is_tensor(value) and not name.startswith("cumulative")]
 
 
 def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:

@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
 from ..types import Coordinates, OperatorId, Part, Topology
-from .module_tree import tree_of
+from .module_tree import is_plain_gpt, layers_ahead, tree_of
 from .operators import (
     WORD_EMBEDDINGS,
     ChunkPlace,
@@ -248,6 +248,8 @@ class _Model:
             num_layers=chunk.config.num_layers,
             first_expert=self._here.ep * (experts // self.topology.ep),
             tied=ties_embeddings(chunk),
+            layers_ahead=layers_ahead(chunk.config),
+            copies_embedding=bool(getattr(chunk, "mtp_process", False)) and not chunk.pre_process,
         )
 
     def shard(self, parameter: torch.nn.Parameter, start: int, end: int) -> Shard:
@@ -264,7 +266,7 @@ class _Model:
 
     def holders(self, shard: Shard, *, sharded: bool) -> tuple[int, ...]:
         """Ranks with the same values as this one."""
-        tied = ties_embeddings(self.chunks[0]) and shard.of.name == WORD_EMBEDDINGS
+        tied = copies_embeddings(self.chunks[0]) and shard.of.name == WORD_EMBEDDINGS
         return holders(
             self.topology, self.rank, ShardSpread(shard.of.operator.is_expert, shard.tp_size > 1, sharded, tied)
         )
@@ -273,6 +275,12 @@ class _Model:
 def ties_embeddings(model: Any) -> bool:
     """Whether the output layer uses the weights of the word embeddings."""
     return bool(getattr(model, "share_embeddings_and_output_weights", False))
+
+
+def copies_embeddings(model: Any) -> bool:
+    """Whether the last of several pipeline stages has a copy of the word embeddings, for its output or for layers that
+    predict further tokens."""
+    return ties_embeddings(model) or (is_plain_gpt(model) and bool(layers_ahead(model.config)))
 
 
 @dataclass(frozen=True)

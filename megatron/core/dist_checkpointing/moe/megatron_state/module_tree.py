@@ -1,8 +1,8 @@
 """The operators of any tree of Megatron's modules: its layers, what MoE layers they hold, and what is around them.
 
-A GPT without further parts goes by the names of its parameters (`operators.locate`), also over pipeline stages. What is
-said here is for the rest, on one pipeline stage: vision encoders, several blocks one after the other with something
-between them, layers that predict further tokens. Checked: core 0.17.1, 0.19.2.
+A GPT goes by the names of its parameters (`operators.locate`), also over pipeline stages. What is said here is for the
+rest, on one pipeline stage: vision encoders, several blocks one after the other with something between them. Checked:
+core 0.17.1, 0.19.2.
 
     layers       the outermost modules that are layers, numbered in the order in which they were registered
     in a layer   what an MoE layer calls `router` and `experts`; all else is the layer's non-expert operator
@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
-from ..types import ModelShape, OperatorId, OperatorKind, expert, iterate_operators
+from ..types import ModelShape, OperatorId, OperatorKind, expert, iterate_operators, moe_layers_of
 from .operators import GlobalName
 
 _LAYERS = (MultiTokenPredictionLayer, TransformerLayer, MoELayer)
@@ -121,7 +121,22 @@ class ModuleTree:
 
 def is_plain_gpt(model: Any) -> bool:
     """Whether the names of its parameters say what they are, on any pipeline stage."""
-    return isinstance(model, GPTModel) and not model.config.mtp_num_layers
+    return isinstance(model, GPTModel)
+
+
+def layers_ahead(config: Any) -> int:
+    """How many layers of a GPT predict further tokens; one that is run repeatedly counts once."""
+    depth: int = config.mtp_num_layers or 0
+    return min(depth, 1) if getattr(config, "mtp_use_repeated_layer", False) else depth
+
+
+def gpt_operators(config: Any) -> tuple[OperatorId, ...]:
+    """All operators of a GPT, ascending. Layers that predict further tokens come after the others and are as the last
+    of them."""
+    layers, ahead = config.num_layers, layers_ahead(config)
+    moe = set(moe_layers_of(config.moe_layer_freq, layers))
+    pattern = [int(min(layer, layers - 1) in moe) for layer in range(layers + ahead)]
+    return tuple(iterate_operators(layers + ahead, config.num_moe_experts or 0, pattern))
 
 
 def refuse_stages(model: str, stages: int, chunks: int = 1) -> None:
@@ -138,7 +153,7 @@ def refuse_stages(model: str, stages: int, chunks: int = 1) -> None:
     if stages > 1 or chunks > 1:
         raise UsageError(
             f"a {model} on {stages} pipeline stages cannot be protected: layers are numbered over"
-            " stages in a GPT without multi-token prediction only; use --pipeline-model-parallel-size 1"
+            " stages in a GPT only; use --pipeline-model-parallel-size 1"
         )
 
 
@@ -169,7 +184,12 @@ def layers_of_routers(chunks: Sequence[torch.nn.Module]) -> dict[TopKRouter, int
     # Routers that stand alone know their own numbers, as those of a GPT do.
     tree = tree_of(chunks) if any(isinstance(module, _LAYERS) for module in modules) else None
     routers = (module for module in modules if isinstance(module, TopKRouter))
-    return {router: router.layer_number - 1 if tree is None else tree.layer_of(router) for router in routers}
+    return {router: _layer_of_gpt(router) if tree is None else tree.layer_of(router) for router in routers}
+
+
+def _layer_of_gpt(router: TopKRouter) -> int:
+    """Routers of layers that predict further tokens are numbered from 1 anew."""
+    return int(router.layer_number) - 1 + (router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[TreeLayer]:
@@ -221,10 +241,7 @@ def drops_tokens(chunks: Sequence[torch.nn.Module]) -> bool:
 def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]:
     """The operators of the whole model that these chunks are a part of, ascending; the same on all ranks."""
     tree = tree_of(chunks)
-    if tree is not None:
-        return tree.operators
-    config = unwrap_model(list(chunks))[0].config
-    return tuple(iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq))
+    return gpt_operators(unwrap_model(list(chunks))[0].config) if tree is None else tree.operators
 
 
 def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
@@ -238,8 +255,9 @@ def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:
     """
     chunk = unwrap_model(list(chunks))[0]
     config = chunk.config
-    if not is_plain_gpt(chunk):
-        raise UsageError(f"the sizes of a {type(chunk).__name__} are not known: only a GPT can be shared out by them")
+    if not is_plain_gpt(chunk) or config.mtp_num_layers:
+        kind = f"{type(chunk).__name__}{' with --mtp-num-layers' if config.mtp_num_layers else ''}"
+        raise UsageError(f"the sizes of a {kind} are not known: only a plain GPT can be shared out by them")
     frequency, learned = config.moe_layer_freq, chunk.position_embedding_type == "learned_absolute"
     latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     same_names = (

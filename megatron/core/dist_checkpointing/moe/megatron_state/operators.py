@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_WEIGHTS = "output_layer.weight"
 
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+
 _IN_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+# A layer that predicts further tokens: what is around the transformer layer in it, and that layer.
+_AHEAD = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?:(?P<inner>mtp_model_layer|transformer_layer)\.)?(?P<rest>.+)")
+_AROUND_AHEAD = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
 # Experts in a module of their own each (SequentialMLP), and as numbered parameters of one module (TEGroupedMLP).
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<tensor>linear_fc[12]\.(?:weight|bias))")
 _GROUPED = re.compile(r"mlp\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)")
@@ -57,15 +62,19 @@ class ChunkPlace:
 
     Attributes:
         first_layer: Global number of the chunk's `decoder.layers.0`, counted from 0.
-        num_layers: Layers of the whole model, not of the chunk.
+        num_layers: Layers of the whole model, not of the chunk, without those that predict further tokens.
         first_expert: Global id of this rank's local expert 0, in every MoE layer.
         tied: Whether the output layer uses the weights of the word embeddings.
+        layers_ahead: Layers of the whole model that predict further tokens, numbered after the others.
+        copies_embedding: Whether this chunk has them and so a copy of the embedding, which another stage has too.
     """
 
     first_layer: int
     num_layers: int
     first_expert: int = 0
     tied: bool = False
+    layers_ahead: int = 0
+    copies_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,8 @@ class GlobalName:
     Tied embeddings: with several pipeline stages Megatron keeps the word embeddings twice, on the first stage and as
     `output_layer.weight` on the last, reduces both gradients together and steps both copies alike. Both are state of
     the embedding operator under one name; each copy names the ranks of the other among its holders. One of them has to
-    be stored, and a restore writes both.
+    be stored, and a restore writes both. Layers that predict further tokens have such a copy too, whether or not the
+    output is tied; of learned positions their copy is trained apart.
     """
 
     operator: OperatorId
@@ -228,22 +238,32 @@ def locate(name: str, chunk: ChunkPlace) -> GlobalName:
     """
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer:
-        return _in_layer(name, chunk.first_layer + int(in_layer["layer"]), in_layer["rest"], chunk)
-    # The last stage's copy of tied embeddings is the embedding's state, not the head's.
-    if name == OUTPUT_WEIGHTS and chunk.tied:
+        layer = chunk.first_layer + int(in_layer["layer"])
+        return _in_layer(name, layer, f"decoder.layers.{layer}", in_layer["rest"], chunk)
+    ahead = _AHEAD.fullmatch(name)
+    if ahead:
+        layer, prefix = chunk.num_layers + int(ahead["layer"]), f"mtp.layers.{ahead['layer']}"
+        if ahead["inner"]:
+            return _in_layer(name, layer, f"{prefix}.{ahead['inner']}", ahead["rest"], chunk)
+        if ahead["rest"].startswith(_AROUND_AHEAD):
+            return GlobalName(OperatorId(layer, OperatorKind.NON_EXPERT), name)
+    # The last stage's copy of tied embeddings is the embedding's state, not the head's. With layers that predict
+    # further tokens the output reads their copy of the embedding, and core leaves these weights as they are.
+    if name == OUTPUT_WEIGHTS and chunk.tied and not chunk.copies_embedding:
         return GlobalName(OperatorId(-1, OperatorKind.EMBEDDING), WORD_EMBEDDINGS)
     if name.startswith("embedding."):
+        if chunk.copies_embedding and name == POSITION_EMBEDDINGS:
+            name = f"mtp.{name}"
         return GlobalName(OperatorId(-1, OperatorKind.EMBEDDING), name)
     if name.startswith(("decoder.final_layernorm.", "output_layer.")):
-        return GlobalName(OperatorId(chunk.num_layers, OperatorKind.HEAD), name)
+        return GlobalName(OperatorId(chunk.num_layers + chunk.layers_ahead, OperatorKind.HEAD), name)
     raise UsageError(
         f"parameter or buffer {name!r} belongs to no operator: expected embedding.*, decoder.layers.<n>.*,"
-        " decoder.final_layernorm.* or output_layer.*; a model with other modules (such as mtp.*) cannot be protected"
+        " decoder.final_layernorm.*, mtp.layers.<n>.* or output_layer.*; a model with other modules cannot be protected"
     )
 
 
-def _in_layer(name: str, layer: int, rest: str, chunk: ChunkPlace) -> GlobalName:
-    prefix = f"decoder.layers.{layer}"
+def _in_layer(name: str, layer: int, prefix: str, rest: str, chunk: ChunkPlace) -> GlobalName:
     routed = _SEQUENTIAL.fullmatch(rest) or _GROUPED.fullmatch(rest)
     if routed:
         # One spelling for both kinds of modules, and global ids: snapshots do not depend on how experts are computed.

@@ -34,6 +34,7 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
         and config.fp8_recipe not in ("delayed", "tensorwise"),
         "attention in eight bits": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
+        "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
         "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
         "an expert-tensor-parallel size of its own and no expert parallelism": bool(config.num_moe_experts) and astray,
     }

@@ -15,8 +15,8 @@ import torch
 
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
-from ..megatron_state.module_tree import is_plain_gpt
-from ..types import OperatorId, iterate_operators
+from ..megatron_state.module_tree import gpt_operators, is_plain_gpt, layers_ahead
+from ..types import OperatorId
 
 EMBEDDING_LAYER = -1
 
@@ -32,8 +32,8 @@ def lowest_active_layer(config: Any, frozen: Collection[OperatorId]) -> int:
         Its number in the whole model: -1 for the embedding, the number of layers for the head, one more where all
         operators are frozen.
     """
-    operators = iterate_operators(config.num_layers, config.num_moe_experts or 0, config.moe_layer_freq)
-    return next((operator.layer for operator in operators if operator not in frozen), int(config.num_layers) + 1)
+    operators = gpt_operators(config)
+    return next((operator.layer for operator in operators if operator not in frozen), operators[-1].layer + 1)
 
 
 @contextlib.contextmanager
@@ -47,7 +47,9 @@ def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
         lowest: As `lowest_active_layer` gives it, the same on all ranks.
     """
     model = unwrap_model(chunk)
-    if not is_plain_gpt(model):  # which module comes after which is not known: as in training
+    # Which module comes after which is not known: as in training. Layers that predict further tokens read the last
+    # layer's output, and what they send down goes by the head.
+    if not is_plain_gpt(model) or getattr(model, "mtp_process", False):
         yield
         return
     with contextlib.ExitStack() as stack:
@@ -90,9 +92,12 @@ def _flow_everywhere(config: Any) -> bool:
 def _entrances(model: Any) -> list[tuple[int, torch.nn.Module]]:
     """Modules that hidden states pass one after the other, with the layer of the whole model that each begins."""
     found = [(layer.layer_number - 1, layer) for layer in model.decoder.layers]
-    if model.post_process:
-        norm = model.decoder.final_layernorm
-        found.append((model.config.num_layers, model.output_layer if norm is None else norm))
+    head = model.config.num_layers + layers_ahead(model.config)
+    # Where layers predict further tokens, the norm is on the stage of the last layer before them.
+    if model.decoder.final_layernorm is not None:
+        found.append((head, model.decoder.final_layernorm))
+    elif model.post_process:
+        found.append((head, model.output_layer))
     return found
 
 

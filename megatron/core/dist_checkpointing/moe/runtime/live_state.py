@@ -14,11 +14,11 @@ from ..extensions.base import Share
 from ..local_recovery.survivor import LiveTensors, Passes
 from ..megatron_state.completeness import check_complete
 from ..megatron_state.megatron import (
+    copies_embeddings,
     live_restorer,
     operators_of_parameters,
     state_tensors,
     stepped_parameters,
-    ties_embeddings,
     unchanging_operators,
 )
 from ..megatron_state.optimizer_state import allocate_optimizer_state
@@ -161,6 +161,6 @@ class LiveState:
             self._locks.release()
 
     @property
-    def ties_embeddings(self) -> bool:
+    def copies_embeddings(self) -> bool:
         """Whether the first and the last pipeline stage share their embedding."""
-        return ties_embeddings(unwrap_model(self._training.chunks[0]))
+        return copies_embeddings(unwrap_model(self._training.chunks[0]))

@@ -156,7 +156,7 @@ class ProtectedSession(Session):
             training.tokens_per_iteration,
             training.iterations,
             training.topk,
-            tied_embeddings=self.state.ties_embeddings,
+            tied_embeddings=self.state.copies_embeddings,
             sizes=gathered_sizes(self.state.capturer, self.control),
             drops_tokens=bool(self.control.total([int(drops_tokens(training.chunks))])[0]),
             unchanging=gathered_unchanging(self.state.unchanging, self.state.capturer.operators, self.control),

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
+from ..core_versions.training import forget_auxiliary_losses
 from ..megatron_state.trainer_state import random_states, restore_random
 from .dense import newest_iteration
 from .seams import Call
@@ -192,7 +192,7 @@ class SuppressedEffects:
 
     def forget_losses(self) -> None:
         """What a replayed iteration adds to the auxiliary losses that are reported."""
-        clear_aux_losses_tracker()
+        forget_auxiliary_losses()
 
 
 def _align_gathers(chunks: Any, args: Any) -> None:

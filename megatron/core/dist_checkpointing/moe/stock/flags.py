@@ -231,7 +231,11 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("use_torch_fsdp2", bool, _SHARDED),
     ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
     ("skip_train", bool, "there is nothing to protect"),
-    ("mtp_num_layers", bool, features.reason(features.Loop.MEGATRON_LM, "multi-token prediction")),
+    (
+        "pipeline_model_parallel_layout",
+        lambda layout: any("m" in stage for stage in str(layout).split("|")[:-1]),
+        "layers that predict further tokens are protected on the last stage only; put m there",
+    ),
     ("moe_use_upcycling", bool, "save the upcycled checkpoint first, and train from it"),
     ("iterations_to_skip", bool, _SAMPLES),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),

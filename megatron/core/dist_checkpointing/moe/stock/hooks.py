@@ -41,12 +41,13 @@ from ..megatron_state.optimizer_state import allocate_step_counts, loading_step_
 from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
+from ..runtime.process_info import ProcessInfo, slot_of
 from ..standby.heartbeat import own_heartbeat
 from . import dense, flags
 from .deferred_saves import DeferredSaves, SuppressedEffects
 from .dense import StockSaves, newest_checkpoint, written_folder
 from .iteration import CommonIterations, Report, StockIteration, boundary, mean_loss
-from .resumed_settings import flags_hold, refuse_other_flags, shaping_flags, told
+from .resumed_settings import flags_hold, refuse_another_model, refuse_other_flags, shaping_flags, told
 from .seams import Call, Hook
 from .state import StockCounts
 from .survivors import Survivors
@@ -142,6 +143,9 @@ class Hooks:
         else:
             self._check(config)
         self._config, self._flags = config, shaping_flags(args)
+        place = ProcessInfo.from_environment()
+        if config.strategy != "none" and place.job_id:  # others are named when all ranks have met
+            refuse_another_model(slot_of(config, place), self._flags)
         # Asks behind each iteration whether nodes wait to join.
         self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
         self._saves = None if config.strategy == "none" else StockSaves(args, config.secret_file)

@@ -13,15 +13,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from ..errors import UsageError
+from ..errors import MoECheckpointError, UsageError
 from ..megatron_state.trainer_state import load_scheduler
 from ..ports import Json
 from ..replay.patches import replaced
+from ..storage.slot_reader import SEALED, SlotReader
 
 # Which flags of Megatron-LM shape what an iteration computes: where it is run again, they have to be as they were.
 
@@ -64,6 +66,38 @@ def refuse_other_flags(recorded: Mapping[str, Any], given: Mapping[str, Any]) ->
         raise UsageError(
             f"iterations have to be run again as they were, but {'; '.join(changed)}: start with the flags of before"
             " until a checkpoint is saved, and change them then"
+        )
+
+
+_OF_STATE = ("num_layers", "hidden_size", "num_experts", "mtp_num_layers", "mtp_use_repeated_layer", "optimizer")
+"""What decides which tensors a state has: that of another model or optimizer fits none of them."""
+
+
+def refuse_another_model(slot: Path, given: Mapping[str, Any]) -> None:
+    """Before the model is built: the state that this job left is of this model and this optimizer.
+
+    Training would begin from iteration 0 otherwise, for no tensor is found. Says nothing where nothing can be read yet,
+    as where a secret is still to be taken.
+
+    Args:
+        slot: The folder of this rank's snapshots in memory, there or not.
+        given: The flags of this run, of `shaping_flags`.
+
+    Raises:
+        UsageError: Names the flags that differ.
+    """
+    reader = SlotReader(slot)
+    try:
+        newest = max((entry for entry in reader.entries() if entry.state == SEALED), key=lambda one: one.snapshot)
+        recorded: Any = reader.manifest(newest).facts.scalars["trainer"]
+    except (MoECheckpointError, KeyError, ValueError):
+        return
+    flags = recorded.get("flags") if isinstance(recorded, Mapping) else None
+    if isinstance(flags, Mapping) and (changed := changed_flags(flags, given, _OF_STATE)):
+        told = "; ".join(f"{flag} was {was} and is {now}" for flag, was, now in changed)
+        raise UsageError(
+            f"{told}, but {slot} has the state of this job as it was: start with the flags of before, or under another"
+            " job id"
         )
 
 

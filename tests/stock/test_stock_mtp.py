@@ -1,0 +1,96 @@
+"""Layers that predict further tokens (`--mtp-num-layers`) over pipeline stages, killed and brought back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from recipes import changed
+from stock_jobs import Shape
+
+KILLED = -signal.SIGKILL
+FULL = ("--moe-ckpt-strategy", "full")
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+AHEAD = ("--mtp-num-layers", "1")
+THREE = Shape(ranks=3, pp=3, ep=1, more=AHEAD)
+PAIR = Shape(ranks=2, pp=2, ep=1, more=AHEAD)
+EXPERTS = Shape(ranks=4, pp=2, ep=2, more=("--mtp-num-layers", "2"))
+REPEATED = Shape(ranks=2, pp=2, ep=1, more=("--mtp-num-layers", "2", "--mtp-use-repeated-layer"))
+ALONE_ON_A_CHUNK = Shape(
+    ranks=2, pp=2, ep=1, more=(*AHEAD, "--pipeline-model-parallel-layout", "Et|t|tt|mL", "--global-batch-size", "4")
+)
+"""The last chunk has no other layer, and the norm of the last one is on another stage."""
+
+
+class Tied(Shape):
+    """The output reads the embedding, of which the last stage has a copy anyhow."""
+
+    @property
+    def flags(self) -> list[str]:
+        return changed(super().flags, {"--untie-embeddings-and-output-weights": None})
+
+
+TIED = Tied(ranks=2, pp=2, ep=1, more=AHEAD)
+
+
+@pytest.mark.parametrize(
+    ("shape", "protection", "fault"),
+    [
+        pytest.param(THREE, SPARSE, "2@5:step", id="sparse-both-ends-replay"),
+        pytest.param(EXPERTS, FULL, "3@4:forward-backward", id="full", marks=pytest.mark.ci),
+        pytest.param(EXPERTS, SPARSE, "3@5:step", id="sparse-two-depths", marks=pytest.mark.full),
+        pytest.param(THREE, SPARSE, "1@5:step", id="sparse-the-middle-replays", marks=pytest.mark.full),
+        pytest.param(THREE, FULL, "2@5:step", id="full-three-stages", marks=pytest.mark.full),
+        pytest.param(ALONE_ON_A_CHUNK, SPARSE, "0@5:step", id="sparse-interleaved", marks=pytest.mark.full),
+        pytest.param(ALONE_ON_A_CHUNK, FULL, "0@5:step", id="full-interleaved", marks=pytest.mark.full),
+        pytest.param(REPEATED, SPARSE, "1@5:step", id="sparse-repeated", marks=pytest.mark.full),
+        pytest.param(TIED, SPARSE, "1@5:step", id="sparse-tied", marks=pytest.mark.full),
+        pytest.param(TIED, FULL, "1@5:step", id="full-tied", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_job_that_predicts_further_tokens_ends_as_the_undisturbed_one(
+    new_job, undisturbed, shape, protection, fault
+) -> None:
+    job = new_job(shape)
+    job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
+    outcome = job.run(*protection, "--moe-ckpt-inject-fault", fault)
+    assert job.records() == undisturbed(shape)
+    if shape is THREE and protection == SPARSE:
+        # The embedding's copy has the last stage replay where the first does.
+        waiting = {2: [1], 1: [0, 2]}[int(fault[0])]
+        assert any("local rollback" in line for line in outcome.lines), outcome.said
+        assert [rank for rank in range(3) if len(set(job.ran(rank))) == len(job.ran(rank))] == waiting
+
+
+@pytest.mark.ci
+def test_another_depth_than_that_of_the_state_is_refused_before_the_model_is_built(new_job) -> None:
+    job, fault = new_job(PAIR), ("--moe-ckpt-inject-fault", "1@4:step")
+    job.run(*FULL, *fault, codes={KILLED, 1})
+    deeper = replace(job, shape=replace(PAIR, more=("--mtp-num-layers", "2")))
+    outcome = deeper.run(*FULL, *fault, codes={2})
+    assert "--mtp-num-layers was 1 and is 2, but " in outcome.said
+    assert "number of parameters" not in outcome.said
+    none = replace(job, shape=replace(PAIR, more=())).run(*FULL, *fault, codes={2})
+    assert "--mtp-num-layers was 1 and is None, but " in none.said
+
+
+@contextlib.contextmanager
+def without_a_router() -> Iterator[None]:
+    """The state of one layer's router is not found."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
+
+    name, router = "_optimizer_tensors", "mtp.layers.0.mtp_model_layer.mlp.router"
+    found = vars(megatron)[name]
+    with mock.patch.object(megatron, name, lambda *given: [one for one in found(*given) if router not in one.key]):
+        yield
+
+
+@pytest.mark.ci
+def test_an_operator_that_predicts_further_tokens_and_is_left_out_is_noticed(new_job) -> None:
+    outcome = new_job(PAIR).start(*FULL, hooks=[without_a_router]).wait_or_restart()
+    assert set(outcome.codes) == {2}, outcome.codes
+    assert "mtp.layers.0.mtp_model_layer.mlp.router.weight" in outcome.said
