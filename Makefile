@@ -34,6 +34,7 @@ $(VENV)/.ready: setup.py pyproject.toml scripts/install_torch.py scripts/install
 	$(if $(LOCKED),$(RUN) -m pip install --quiet --require-hashes --no-deps -r $(LOCK))
 	$(RUN) -m pip install --quiet --editable ".[dev]"
 	$(RUN) scripts/install_te_python.py
+	$(RUN) -m pip install --quiet --editable ".[muon]" || echo "emerging-optimizers is not there: tests of Muon are skipped"
 	$(if $(BRIDGE),$(RUN) -m pip install --quiet --no-deps megatron-bridge==$(BRIDGE))
 	touch $@
 	@echo "$(VENV) is ready. Next: make demo"

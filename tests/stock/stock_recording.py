@@ -291,7 +291,12 @@ def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
             add(f"{number}.{name}", tensor)
     for name, tensor in quantization_tensors(model).items():
         add(name, tensor)
-    for member in optimizer.chained_optimizers:
+    members = list(optimizer.chained_optimizers)
+    while members:
+        member = members.pop(0)
+        if hasattr(member, "chained_optimizers"):  # core's layer-wise optimizer lies in a chain and is one
+            members = [*member.chained_optimizers, *members]
+            continue
         for group in member.optimizer.param_groups if member.optimizer is not None else ():
             add("group", sorted((key, value) for key, value in group.items() if isinstance(value, int | float)))
             for parameter in group["params"]:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
+from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.core.dist_checkpointing.moe.stock.flags import refusals
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
@@ -47,7 +48,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-class Muon(torch.optim.SGD):
+class Lion(torch.optim.SGD):
     """In place of the one that a package beside core has: it too keeps one momentum, and no second moment."""
 
 
@@ -65,12 +66,13 @@ def wrapped(optimizer: torch.optim.Optimizer) -> Any:
 
 def layer_wise(parameters: list[torch.nn.Parameter]) -> Any:
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return LayerWiseDistributedOptimizer([wrapped(torch.optim.AdamW(parameters))], OptimizerConfig(), groups)
+    inside = LayerWiseDistributedOptimizer([wrapped(Lion(parameters[:1], momentum=0.9))], OptimizerConfig(), groups)
+    return ChainedOptimizer([inside, wrapped(torch.optim.AdamW(parameters[1:]))])
 
 
-def muon_and_adam(parameters: list[torch.nn.Parameter]) -> Any:
+def lion_and_adam(parameters: list[torch.nn.Parameter]) -> Any:
     first, *others = parameters
-    return ChainedOptimizer([wrapped(Muon([first], momentum=0.9)), wrapped(torch.optim.AdamW(others))])
+    return ChainedOptimizer([wrapped(Lion([first], momentum=0.9)), wrapped(torch.optim.AdamW(others))])
 
 
 def built(args: Namespace) -> list[torch.nn.Module]:
@@ -82,7 +84,7 @@ def built(args: Namespace) -> list[torch.nn.Module]:
 
 @pytest.mark.parametrize(
     ("build", "name"),
-    [(offloaded, "HybridDeviceOptimizer"), (layer_wise, "LayerWiseDistributedOptimizer"), (muon_and_adam, "Muon")],
+    [(offloaded, "HybridDeviceOptimizer"), (layer_wise, "Lion"), (lion_and_adam, "Lion")],
 )
 def test_their_state_is_refused_by_the_name_of_the_optimizer(
     build: Callable[[list[torch.nn.Parameter]], Any], name: str
@@ -96,10 +98,9 @@ def test_their_state_is_refused_by_the_name_of_the_optimizer(
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ({"optimizer": "muon"}, "--optimizer muon does not go with --moe-ckpt-strategy full"),
+        ({"optimizer": "lion"}, "--optimizer lion does not go with --moe-ckpt-strategy full"),
         ({"optimizer": "sgd"}, "--optimizer sgd does not go with"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload does not go with"),
-        ({"use_layer_wise_distributed_optimizer": True}, "--use-layer-wise-distributed-optimizer does not go with"),
     ],
 )
 def test_flags_of_megatron_lm_that_build_them_are_refused_before_that(flag: dict[str, Any], said: str) -> None:
@@ -107,3 +108,25 @@ def test_flags_of_megatron_lm_that_build_them_are_refused_before_that(flag: dict
     (line,) = refusals(config, Namespace(**flag))
     assert line.startswith(said)
     assert list(refusals(config, Namespace(optimizer="adam", optimizer_cpu_offload=False))) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_there", "said"),
+    [
+        ("full", True, ""),
+        ("pec", True, ""),
+        ("sparse", True, "--optimizer muon does not go with --moe-ckpt-strategy sparse: "),
+        (
+            "full",
+            False,
+            "--optimizer muon does not go with --moe-ckpt-strategy full: a package is missing: pip install ",
+        ),
+    ],
+)
+def test_muon_is_taken_where_its_package_is_there_and_no_iteration_runs_again(
+    strategy: str, is_there: bool, said: str
+) -> None:
+    with mock.patch.object(flags, "find_spec", return_value=object() if is_there else None):
+        found = list(refusals(MoECheckpointConfig(strategy=strategy), Namespace(optimizer="muon")))
+    assert len(found) == bool(said)
+    assert all(line.startswith(said) for line in found)

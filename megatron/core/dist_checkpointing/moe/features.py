@@ -302,6 +302,12 @@ FEATURES: tuple[Feature, ...] = (
         Works(_TREES),
     ),
     Feature(
+        "Muon, also layer-wise",
+        Works(f"{_STOCK}muon.py::test_a_killed_job_with_muon_ends_as_the_undisturbed_one_to_the_last_bit"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
         "metrics, `--metrics-*`",
         Works(f"{_STOCK}metrics.py::test_a_killed_job_tells_all_sinks_of_its_recovery"),
         Absent("Megatron-Bridge has its own"),

@@ -152,8 +152,13 @@ def _optimizer_extents(optimizer: MegatronOptimizer, names: _Names) -> Iterator[
 
 
 def _members(optimizer: MegatronOptimizer) -> list[Any]:
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [member for member in members if member.optimizer is not None]
+    found, members = list[Any](), [optimizer]
+    while members:
+        member = members.pop(0)
+        chained = getattr(member, "chained_optimizers", None)
+        members = [*(chained or ()), *members]
+        found += [member] if chained is None and member.optimizer is not None else []
+    return found
 
 
 def _unread_scales(inner: Any) -> Iterator[Extent]:

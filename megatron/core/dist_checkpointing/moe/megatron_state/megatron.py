@@ -3,7 +3,8 @@
 Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
 counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
 0.19.2: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
-Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own. The
+Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own; the
+second also over Muon, alone or in core's layer-wise optimizer. The
 views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step counts;
 then the state has to be enumerated anew. `completeness.py` judges what this file finds.
 """
@@ -36,7 +37,14 @@ from .operators import (
     is_constant,
     locate,
 )
-from .optimizer_state import MASTER_OF_FUSED, SteppedTensor, holds_masters, optimizer_members, scale_of
+from .optimizer_state import (
+    MASTER_OF_FUSED,
+    SteppedTensor,
+    holds_masters,
+    members_by_layer,
+    optimizer_members,
+    scale_of,
+)
 from .quantization import is_quantized, quantization_tensors, raw, raw_fields
 from .restore import (
     LiveRestorer,
@@ -329,15 +337,15 @@ def _paired(models: list[list[Any]], mains: list[list[Any]]) -> list[tuple[torch
 
 
 def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[StateTensor]:
-    for member in optimizer_members(optimizer):
-        for owned in _owned(member):
+    for member, by_layer in members_by_layer(optimizer):
+        for owned in () if member.is_stub_optimizer else _owned(member):
             shard = model.shard(owned.parameter, owned.start, owned.end)
             if not owned.state:
                 raise UsageError(
                     f"the optimizer has no state for {shard.of.name} yet: enumerate the training state after the"
                     " optimizer has allocated its moments, at the latest after the first step"
                 )
-            ranks = model.holders(shard, sharded=isinstance(member, DistributedOptimizer))
+            ranks = model.holders(shard, sharded=by_layer or isinstance(member, DistributedOptimizer))
             yield from _weights(member, owned, shard, ranks)
             for field, value in owned.state.items():
                 if field == MASTER_OF_FUSED:

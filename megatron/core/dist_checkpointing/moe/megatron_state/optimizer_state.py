@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from .operators import Shard
 from .quantization import is_quantized
@@ -141,9 +142,24 @@ def scale_of(inner: Any, main: torch.Tensor, field: str) -> torch.Tensor | None:
 
 
 def optimizer_members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a chain is made of, without the stubs of ranks that train nothing."""
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [member for member in members if not member.is_stub_optimizer]
+    """The optimizers that a chain is made of, in whatever chains they lie, without the stubs of ranks that train
+    nothing."""
+    return [member for member, _ in members_by_layer(optimizer) if not member.is_stub_optimizer]
+
+
+def members_by_layer(optimizer: MegatronOptimizer, by_layer: bool = False) -> Iterator[tuple[MegatronOptimizer, bool]]:
+    """All optimizers of a chain, and whether each steps whole parameters that no other data-parallel rank steps.
+
+    Args:
+        optimizer: A chain, which may have others in it, or one alone.
+        by_layer: Whether it lies in a chain that does so.
+    """
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer, by_layer
+        return
+    for member in chained:
+        yield from members_by_layer(member, by_layer or isinstance(optimizer, LayerWiseDistributedOptimizer))
 
 
 @torch.no_grad()

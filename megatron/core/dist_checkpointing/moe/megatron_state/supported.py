@@ -11,8 +11,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 
 from .optimizer_state import optimizer_members
 
-_ADAMS = ("Adam", "AdamW", "FusedAdam")
-"""Of torch, Apex and Transformer Engine: optimizers whose whole state is what is enumerated here."""
+_KNOWN = ("Adam", "AdamW", "FusedAdam", "TensorParallelMuon")
+"""Of torch, Apex, Transformer Engine and core: optimizers whose whole state is what is enumerated here."""
 
 
 def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
@@ -50,13 +50,10 @@ def unsupported_optimizers(optimizer: MegatronOptimizer) -> Iterator[str]:
     Yields:
         What cannot be protected, as a noun.
     """
-    # Each rank steps whole layers there, and gathers the others': no shard of them has an owner on every rank.
-    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
-        yield "the optimizer LayerWiseDistributedOptimizer"
     for member in optimizer_members(optimizer):
         inner = type(member.optimizer)
         # Masters and moments of one that offloads are copies in the host's memory, which it swaps in its step.
-        if not any(base.__name__ in _ADAMS for base in inner.__mro__):
+        if not any(base.__name__ in _KNOWN for base in inner.__mro__):
             yield f"the optimizer {inner.__name__}"
         if type(member) not in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer):
             yield f"the optimizer {type(member).__name__}"

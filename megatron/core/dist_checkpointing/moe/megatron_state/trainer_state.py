@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import Json
+from .optimizer_state import members_by_layer
 from .quantization import QUANTIZATION, difference, packed, quantization_tensors, unpack
 
 log = logging.getLogger(__name__)
@@ -340,8 +341,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    scalers = (getattr(member, "grad_scaler", None) for member in members)
+    scalers = (getattr(member, "grad_scaler", None) for member, _ in members_by_layer(optimizer))
     return [scaler for scaler in scalers if scaler is not None]
 
 

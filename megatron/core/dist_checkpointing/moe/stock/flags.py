@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from .. import features
@@ -223,9 +224,13 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("optimizer_cuda_graph", bool, "the step has to be entered anew each time, to wait for copies"),
     ("cuda_graph_impl", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
     ("cuda_graph_scope", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
-    ("optimizer", lambda kind: kind != "adam", "its state is not that of Adam, which can be enumerated"),
+    ("optimizer", lambda kind: kind not in ("adam", "muon"), "its state is not known; use adam or muon"),
+    (
+        "optimizer",
+        lambda kind: kind == "muon" and find_spec("emerging_optimizers") is None,
+        "a package is missing: pip install emerging-optimizers",
+    ),
     ("optimizer_cpu_offload", bool, "its state is swapped with the host's memory in the step, beside any copy"),
-    ("use_layer_wise_distributed_optimizer", bool, _SHARDED),
     ("use_megatron_fsdp", bool, _SHARDED),
     ("use_custom_fsdp", bool, _SHARDED),
     ("use_torch_fsdp2", bool, _SHARDED),
@@ -251,6 +256,7 @@ _REPEATING_ALONE: tuple[_Rule, ...] = (
 _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
+    ("optimizer", lambda kind: kind == "muon", "its steps with frozen operators are not exact; use full or pec"),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
     ("delay_wgrad_compute", bool, "weight gradients computed later cannot be frozen; use --moe-ckpt-strategy full"),
     ("overlap_moe_expert_parallel_comm", bool, "passes of two microbatches in one cannot be frozen; use full"),

@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ..errors import MoECheckpointError, UsageError
+from ..megatron_state.optimizer_state import members_by_layer
 from ..megatron_state.trainer_state import load_scheduler
 from ..ports import Json
 from ..replay.patches import replaced
@@ -161,7 +162,7 @@ def flags_hold(optimizer: Any, scheduler: Any) -> Iterator[None]:
     Raises:
         UsageError: Schedules do not agree.
     """
-    members = () if optimizer is None else getattr(optimizer, "chained_optimizers", (optimizer,))
+    members = [] if optimizer is None else [member for member, _ in members_by_layer(optimizer)]
     before = [[_settings(group) for group in member.param_groups] for member in members]
     with contextlib.ExitStack() as stack:
         for member in members:

@@ -1,0 +1,90 @@
+"""Muon, over whole parameters and in core's layer-wise optimizer, killed and brought back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+from recipes import changed
+from stock_jobs import Shape
+
+KILLED = -signal.SIGKILL
+FULL = ("--moe-ckpt-strategy", "full")
+PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "4")
+MUON = ("--bf16", "--optimizer", "muon")
+LAYER_WISE = Shape(ranks=4, pp=1, ep=2, more=MUON)
+STAGES = Shape(ranks=4, pp=2, ep=2, more=MUON)
+
+needs_package = pytest.mark.skipif(
+    find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed: pip install .[muon]"
+)
+
+
+class Whole(Shape):
+    """Each data-parallel rank steps all parameters."""
+
+    @property
+    def flags(self) -> list[str]:
+        return changed(super().flags, {"--use-distributed-optimizer": None})
+
+
+WHOLE = Whole(ranks=4, pp=2, ep=1, more=MUON)
+ALONE = Whole(ranks=2, pp=2, ep=1, more=MUON[1:])
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("shape", "protection"),
+    [
+        pytest.param(LAYER_WISE, FULL, id="layer-wise"),
+        pytest.param(WHOLE, FULL, id="whole", marks=pytest.mark.ci),
+        pytest.param(STAGES, FULL, id="layer-wise-stages", marks=pytest.mark.full),
+        pytest.param(LAYER_WISE, PEC, id="layer-wise-pec", marks=pytest.mark.full),
+        pytest.param(ALONE, FULL, id="fp32", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_job_with_muon_ends_as_the_undisturbed_one_to_the_last_bit(
+    new_job, undisturbed, shape, protection
+) -> None:
+    job, fault = new_job(shape), ("--moe-ckpt-inject-fault", "1@4:step")
+    job.run(*protection, *fault, codes={KILLED, 1})
+    job.run(*protection, *fault)
+    assert job.records() == undisturbed(shape)
+    assert job.ran(1)[0] == 1
+    assert 1 not in job.ran(1)[1:], "nothing begins anew"
+
+
+@contextlib.contextmanager
+def without_a_momentum() -> Iterator[None]:
+    """The momentum of one weight is not found."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
+
+    name = "_optimizer_tensors"
+    found, left_out = vars(megatron)[name], ("decoder.layers.0.self_attention.linear_proj", "/momentum_buffer")
+
+    def without(*given: object) -> list[object]:
+        return [one for one in found(*given) if not (left_out[0] in one.key and left_out[1] in one.key)]
+
+    with mock.patch.object(megatron, name, without):
+        yield
+
+
+@needs_package
+@pytest.mark.ci
+def test_a_momentum_that_is_left_out_is_noticed(new_job) -> None:
+    outcome = new_job(WHOLE).run(*FULL, hooks=[without_a_momentum], codes={2})
+    assert "momentum_buffer of decoder.layers.0.self_attention.linear_proj.weight" in outcome.said
+
+
+@needs_package
+@pytest.mark.ci
+def test_another_optimizer_than_that_of_the_state_is_refused_before_the_model_is_built(new_job) -> None:
+    job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "1@4:step")
+    job.run(*FULL, *fault, codes={KILLED, 1})
+    outcome = job.run(*FULL, *fault, "--optimizer", "adam", codes={2})
+    assert "--optimizer was muon and is adam, but " in outcome.said
+    assert "number of parameters" not in outcome.said
