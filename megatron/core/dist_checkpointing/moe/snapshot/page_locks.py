@@ -13,8 +13,8 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class PageLocks:
     """
 
     def __init__(self) -> None:
-        self._mutex, self._turn = threading.Lock(), threading.Lock()
+        self._mutex = threading.Lock()
         self._locked: dict[int, int] = {}  # bytes by address
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         self._waiting: deque[tuple[memoryview, int]] = deque()  # pieces: a segment, and where in it
@@ -59,7 +59,7 @@ class PageLocks:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TimeoutError(f"waited {timeout_s:g} s for pages to be locked")
-            with self._held():  # an earlier thread may still be at the last piece
+            with self._mutex:  # an earlier thread may still be at the last piece
                 pass
 
     def _lock_waiting(self) -> None:
@@ -67,22 +67,11 @@ class PageLocks:
             pass  # between two pieces this thread keeps no mapping alive
 
     def _lock_next(self) -> bool:
-        with self._held():  # `release` takes away what waits: what it has unlocked must not be locked after that
+        with self._mutex:  # `release` takes away what waits: what it has unlocked must not be locked after that
             if not self._waiting:
                 return False
             self._lock(*self._waiting.popleft())
         return True
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        # A lock of Python goes to whoever asks first, which is the thread that has just given it back: a copy would
-        # wait until all segments are locked. Who has the turn is next, and so waits for one piece at most.
-        with self._turn:
-            self._mutex.acquire()
-        try:
-            yield
-        finally:
-            self._mutex.release()
 
     def lock(self, segment: memoryview, offset: int) -> None:
         """Lock the piece of a segment that this offset lies in, unless it is; the caller waits for it.
@@ -94,7 +83,7 @@ class PageLocks:
         start = offset - offset % LOCK_BYTES
         # Nearly all pieces are locked when they are copied to: without the mutex, which registering holds for long.
         if not self._refused and _bytes_at(segment, start) > self._locked.get(_address(segment) + start, 0):
-            with self._held():
+            with self._mutex:
                 self._lock(segment, start)
 
     def _lock(self, segment: memoryview, start: int) -> None:
@@ -124,14 +113,14 @@ class PageLocks:
         def goes(address: int) -> bool:
             return ranges is None or any(start <= address < end for start, end in ranges)
 
-        with self._held():
+        with self._mutex:
             stays = [(segment, start) for segment, start in self._waiting if not goes(_address(segment))]
             self._waiting.clear()
             self._waiting.extend(stays)
             going = [address for address in self._locked if goes(address)]
         if going:
             torch.cuda.synchronize()
-        with self._held():
+        with self._mutex:
             for address in going:
                 # It speaks of what was locked until now: a piece that is locked again gets a new one.
                 if (watched := self._watched.pop(address, None)) is not None:
