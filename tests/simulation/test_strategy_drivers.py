@@ -43,7 +43,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder and the line that each strategy adds."""
     for kind in ("Seldom", "Nothing"):
         monkeypatch.setitem(sys.modules, f"{strategies.__name__}.{kind.lower()}", seldom)
-        monkeypatch.setitem(strategies._REGISTRY, kind.lower(), strategies._Registered(kind, ("replay_",)))
+        monkeypatch.setitem(
+            strategies._REGISTRY, kind.lower(), strategies._Registered(f".{kind.lower()}", kind, ("replay_",))
+        )
 
 
 def routed(rank: int, iteration: int) -> dict[int, tuple[int, ...]]:
@@ -92,7 +94,7 @@ import seldom
 from megatron.core.dist_checkpointing.moe import strategies
 for kind in ("Seldom", "Nothing"):
     sys.modules[f"{{strategies.__name__}}.{{kind.lower()}}"] = seldom
-    strategies._REGISTRY[kind.lower()] = strategies._Registered(kind)
+    strategies._REGISTRY[kind.lower()] = strategies._Registered(f".{{kind.lower()}}", kind)
 from moe_ckpt.commands.main import main
 main()
 """

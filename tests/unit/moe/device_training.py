@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.local_recovery import boundary_copies
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder, fingerprint
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.megatron_state.arriving import Arriving
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
-from megatron.core.dist_checkpointing.moe.megatron_state.popularity import ArrivingCounts
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
@@ -125,7 +125,8 @@ class Training:
 
     def lock_pages(self) -> None:
         """As at the start of training."""
-        self.engine.prepare([*self.store.views(), *self.logs.views()])
+        self.store.lend(self.engine)
+        self.logs.lend(self.engine)
         self.locks.settle(WAIT_S)
 
     def iteration(self, number: int) -> None:
@@ -142,7 +143,7 @@ class Training:
         self._judge_snapshot()
         with self._judged(number):
             self.live["both"].mul_(0.5).add_(self.live["buffer"][:1])
-            taken = ArrivingCounts([0], torch.stack([self.live["counts"]]))
+            taken = Arriving(self.live["counts"])
             self.live["counts"].zero_()
             noted = self.moving.copy()
             self.recorder.end(WAIT_S)
@@ -153,7 +154,7 @@ class Training:
         self._begin_snapshot(number)
         # The next passes begin while the control thread asks for the counts.
         self.live["buffer"].add_(1.0)
-        if self.control.submit(taken).result(WAIT_S)[0] != tuple(counted.tolist()):
+        if self.control.submit(taken.wait).result(WAIT_S).tolist() != counted.tolist():
             self.found.problems.append(f"iteration {number}: token counts are wrong")
         self.moving.put_back(noted)
         (parked,) = self.moving.records(noted).values()
@@ -164,8 +165,8 @@ class Training:
         """Twice as large, as for a larger window; no snapshot is under way then."""
         self.capturer.end(WAIT_S)
         self._judge_snapshot()
-        self.recorder.release()
-        self.logs.resize([2 * LOGS.nbytes] * 2, self.locks.release)
+        self.logs.resize([2 * LOGS.nbytes] * 2)
+        self.locks.settle(WAIT_S)
 
     def end(self) -> None:
         """The last snapshot is waited for, and other state is restored."""

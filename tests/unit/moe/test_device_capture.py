@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from device_training import LOGS, TRAINING, Findings, Training, trained
 
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
-from megatron.core.dist_checkpointing.moe.megatron_state.popularity import ArrivingCounts
+from megatron.core.dist_checkpointing.moe.megatron_state.arriving import Arriving
 from megatron.core.dist_checkpointing.moe.snapshot import background
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
@@ -41,7 +42,6 @@ def test_locked_ahead_again_after_a_resize_logs_hold_up_nobody() -> None:
     def resize(training: Training, number: int) -> None:
         if number == 2:
             training.resize_logs()
-            training.lock_pages()
 
     assert trained("random", 1, between=resize).all == []
 
@@ -116,8 +116,8 @@ def counts_read_at_once(patch: pytest.MonkeyPatch) -> None:
         self._arrived = None
         return asked(self)
 
-    asked = ArrivingCounts.__call__
-    patch.setattr(ArrivingCounts, "__call__", call)
+    asked = Arriving.wait
+    patch.setattr(Arriving, "wait", call)
 
 
 def buffers_not_cloned(patch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def plain_thread(run: Callable[[], object], name: str) -> threading.Thread:
 @pytest.mark.parametrize(
     ("module", "call"),
     [
-        (background, ("cudaEventSynchronize", "moe-ckpt-control")),
+        (background, ("cudaEventQuery", "moe-ckpt-control")),
         (process_restart, ("cudaDeviceSynchronize", "moe-ckpt-device")),
     ],
     ids=["lane", "device check"],
@@ -181,9 +181,9 @@ def test_page_locks_that_are_lost_at_a_resize_are_seen_as_copies_that_hold_up_tr
 ) -> None:
     def resize(training: Training, number: int) -> None:
         if number == 2:
-            training.resize_logs()
             monkeypatch.setattr(PageLocks, "begin", lambda *_: None)
             monkeypatch.setattr(PageLocks, "lock", lambda *_: None)
+            training.resize_logs()
 
     found = trained("random", 1, between=resize)
     assert found.problems == []
@@ -191,11 +191,11 @@ def test_page_locks_that_are_lost_at_a_resize_are_seen_as_copies_that_hold_up_tr
 
 
 def test_counts_that_training_reads_itself_are_seen_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counts(layers: Any, tensor: torch.Tensor) -> Any:
-        found = ArrivingCounts(layers, tensor)()
-        return lambda: found
+    def counts(tensor: torch.Tensor) -> Any:
+        found = tensor.cpu()  # what an iteration would cost if its thread read the numbers itself
+        return SimpleNamespace(wait=lambda: found)
 
-    monkeypatch.setattr("device_training.ArrivingCounts", counts)
+    monkeypatch.setattr("device_training.Arriving", counts)
     found = trained("lazy", 1)
     assert found.problems == []
     assert found.waited
