@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,10 @@ INTERLEAVED = Shape(ranks=2, pp=2, ep=1, more=VIRTUAL)
 OVERLAPPED = Shape(ranks=2, pp=1, ep=2, more=("--overlap-grad-reduce", "--overlap-param-gather"))
 EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interval", "2"))
 DEEP = Shape(ranks=4, pp=4, ep=1)
+AHEAD = Shape(ranks=3, pp=3, ep=1, more=("--mtp-num-layers", "1"))
+MUON = Shape(ranks=4, pp=1, ep=2, more=("--bf16", "--optimizer", "muon"))
 full = pytest.mark.full
+needs_package = pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="it is not installed")
 
 
 def struck(
@@ -99,6 +103,8 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
         pytest.param(TENSOR_PARALLEL, SPARSE, "0@4:step 3@5:start 1@6:forward-backward", id="TP=2", marks=full),
         pytest.param(INTERLEAVED, SPARSE, "0@4:step 1@6:forward-backward", id="interleaved"),
         pytest.param(OVERLAPPED, "full", "0@4:forward-backward 1@5:step", id="overlapped, data parallel"),
+        pytest.param(AHEAD, SPARSE, "1@4:forward-backward 2@5:step", id="predicting further tokens", marks=full),
+        pytest.param(MUON, "full", "1@4:forward-backward 2@5:step", id="Muon", marks=[full, needs_package]),
         pytest.param(EVALUATED, SPARSE, "1@4:step 3@5:forward-backward", id="evaluated", marks=full),
     ],
 )
