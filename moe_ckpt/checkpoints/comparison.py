@@ -40,7 +40,12 @@ class Difference:
 
 
 def structure(first: Sequence[LoadedValue], second: Sequence[LoadedValue]) -> tuple[Difference, ...]:
-    """Names that only one of two states has, and tensors of other dtypes or shapes; by name. Nothing is read."""
+    """Names that only one of two states has, and tensors of other dtypes or shapes; by name. Nothing is read.
+
+    Args:
+        first: Values of the first state.
+        second: Values of the second state.
+    """
     ours, theirs = _by_name(first), _by_name(second)
     found = []
     for name in sorted(ours.keys() | theirs.keys(), key=natural):
@@ -60,10 +65,15 @@ def structure(first: Sequence[LoadedValue], second: Sequence[LoadedValue]) -> tu
 def differing_values(
     first: Sequence[LoadedValue], second: Sequence[LoadedValue], advance: Callable[[int], None]
 ) -> Iterator[Difference]:
-    """The values under names that both states have with one dtype and shape, where they differ; by name, read as they
-    are asked for. Every bit counts: NaNs are equal if their bits are, and 0.0 differs from -0.0.
+    """The values under names that both states have with one dtype and shape, where they differ; by name, read only as
+    the iterator advances. Every bit counts: NaNs are equal if their bits are, and 0.0 differs from -0.0.
 
-    advance: is called with the bytes that were compared. Raises UnreadableCheckpoint.
+    Raises UnreadableCheckpoint.
+
+    Args:
+        first: Values of the first state.
+        second: Values of the second state.
+        advance: Called with the number of bytes that were compared since its last call.
     """
     theirs = _by_name(second)
     for own in sorted(first, key=lambda value: natural(value.name)):

@@ -37,6 +37,10 @@ def saves_report(root: Path, now_s: float) -> Inspection:
     """A --save folder; a problem is why its newest iteration cannot be read.
 
     Raises UnreadableCheckpoint for a folder without iterations.
+
+    Args:
+        root: The `--save` folder.
+        now_s: Current time, in seconds since 1970, for the ages of files.
     """
     found = saved_iterations(root)
     if not found:
@@ -64,7 +68,12 @@ def saves_report(root: Path, now_s: float) -> Inspection:
 
 
 def iteration_report(folder: Path, now_s: float) -> Inspection:
-    """One iteration; a problem is what it lacks. Raises UnreadableCheckpoint."""
+    """One iteration; a problem is what it lacks. Raises UnreadableCheckpoint.
+
+    Args:
+        folder: The folder of the iteration.
+        now_s: Current time, in seconds since 1970, for the ages of files.
+    """
     saved = saved_iteration(folder)
     facts, tables = _content(saved, now_s)
     why = "" if saved.is_complete else f"{folder} is {saved.state}; take another iteration"

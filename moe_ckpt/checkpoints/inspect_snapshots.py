@@ -38,7 +38,14 @@ _SLOTS = "node | job | local rank:count | area | owner | size:bytes | sealed:cou
 
 
 def snapshot_report(place: str, persist_dir: PersistDir, snapshot: SnapshotId, now_s: float) -> Report:
-    """One snapshot by itself. Raises UnreadableCheckpoint."""
+    """One snapshot by itself. Raises UnreadableCheckpoint.
+
+    Args:
+        place: The snapshot's place as the user gave it, for the title.
+        persist_dir: The storage that has the snapshot.
+        snapshot: Iteration, rank and kind of the snapshot.
+        now_s: Current time, in seconds since 1970, for ages.
+    """
     survey = survey_snapshot(persist_dir, snapshot)
     notes = ("Only this snapshot was looked at: what belongs to it lies beside it.",)
     tables = (*_tables(survey, now_s), _flags(survey))
@@ -46,7 +53,12 @@ def snapshot_report(place: str, persist_dir: PersistDir, snapshot: SnapshotId, n
 
 
 def storage_report(persist_dir: PersistDir, now_s: float) -> Report:
-    """All snapshots of a --moe-ckpt-persist-dir. Raises UnreadableCheckpoint if none is sealed."""
+    """All snapshots of a --moe-ckpt-persist-dir. Raises UnreadableCheckpoint if none is sealed.
+
+    Args:
+        persist_dir: The storage.
+        now_s: Current time, in seconds since 1970, for ages.
+    """
     survey, place = survey_storage(persist_dir), persist_dir.place
     if not survey.holdings:
         why = f": {survey.torn[0].why}" if survey.torn else ""
@@ -59,7 +71,12 @@ def storage_report(persist_dir: PersistDir, now_s: float) -> Report:
 
 
 def memory_report(folder: Path, now_s: float) -> Report:
-    """A memory dir, or what is below one folder in it; a job that uses it is not disturbed."""
+    """A memory dir, or what is below one folder in it; a job that uses it is not disturbed.
+
+    Args:
+        folder: A `--moe-ckpt-memory-dir`, or a folder of a job or slot in it.
+        now_s: Current time, in seconds since 1970, for ages.
+    """
     found = slots(folder)
     surveys = [survey_slot(slot) for slot in found]
     survey = MemorySurvey(

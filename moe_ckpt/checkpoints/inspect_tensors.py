@@ -34,7 +34,12 @@ _BLOCK = 1 << 22
 
 
 def dense_tensors(folder: Path, pattern: str) -> Report:
-    """Tensors of one dense checkpoint whose names match. Raises UnreadableCheckpoint, UsageError if none does."""
+    """Tensors of one dense checkpoint whose names match. Raises UnreadableCheckpoint, UsageError if none does.
+
+    Args:
+        folder: The folder of the iteration.
+        pattern: A glob for names of tensors, in which case counts.
+    """
     checkpoint = open_dense(folder)
     entries = (entry for entry in state_entries(checkpoint) if fnmatchcase(entry.name, pattern))
     chosen = sorted((entry.name, entry.tensor, entry.read) for entry in entries if entry.tensor is not None)
@@ -48,7 +53,13 @@ def dense_tensors(folder: Path, pattern: str) -> Report:
 
 
 def snapshot_tensors(place: str, snapshots: Mapping[SnapshotId, Open], pattern: str) -> Report:
-    """Tensors of these snapshots whose keys match. Raises UnreadableCheckpoint for bytes that are not as sealed."""
+    """Tensors of these snapshots whose keys match. Raises UnreadableCheckpoint for bytes that are not as sealed.
+
+    Args:
+        place: The snapshots' place as the user gave it, for the title.
+        snapshots: The snapshots to look at, each with the function that opens it.
+        pattern: A glob for keys of records, in which case counts.
+    """
     chosen = {snapshot: _matching(open_, snapshot, pattern) for snapshot, open_ in snapshots.items()}
     rows: list[tuple[Any, ...]] = []
     with progress("reading tensors", sum(record.nbytes for found in chosen.values() for record in found)) as advance:

@@ -87,6 +87,10 @@ class CheckpointLocation(ABC):
 
         Raises UsageError for a piece of something that is freed as a whole; OSError, StoreFailure, UnreadableCheckpoint
         where the place cannot be read.
+
+        Args:
+            limits: What to keep, and how long ago the last write must be.
+            advance: Called with the number of bytes that were read since its last call.
         """
         raise UsageError(f"{self.place} is one {self.kind.value}: give the folder it lies in")
 
@@ -166,7 +170,14 @@ class Verified:
     def of_parts(
         cls, parts: Iterable[Verified], findings: Iterable[Finding], notes: Iterable[str], restores: str | None
     ) -> Verified:
-        """What parts were found to be, followed by what is wrong with them together, and with notes on the whole."""
+        """The results of several parts as one, followed by findings and notes on the whole.
+
+        Args:
+            parts: The results of the parts, in order.
+            findings: Damage that shows only in the parts together.
+            notes: Sentences on the whole: checks that were not possible, and facts that do not count as damage.
+            restores: Name of the newest state that can be restored; empty: none; None: it was not looked for.
+        """
         parts = tuple(parts)
         return cls(
             (*(finding for part in parts for finding in part.findings), *findings),
@@ -198,7 +209,12 @@ class GcItem:
 
     @classmethod
     def left_over(cls, folder: Path, reason: str) -> GcItem:
-        """A folder that nothing reads, which goes unless it is a link. Raises OSError."""
+        """A folder that nothing reads, which goes unless it is a link. Raises OSError.
+
+        Args:
+            folder: The folder.
+            reason: Why nothing reads it, for the user.
+        """
         item = cls(folder.name, disk_bytes(folder), reason, partial(shutil.rmtree, folder))
         return item.kept(A_LINK) if folder.is_symlink() else item
 
@@ -222,7 +238,12 @@ AHEAD_S = 5.0
 
 
 def age_of(written_s: float | None, now_s: float) -> float | None:
-    """How long ago something was written; None where that is not known, as of a stamp that is still to come."""
+    """Seconds since something was written; None where that is not known.
+
+    Args:
+        written_s: Time of the write, in seconds since 1970; None, or a time that is still to come: not known.
+        now_s: Current time, in seconds since 1970.
+    """
     if written_s is None or written_s > now_s + AHEAD_S:
         return None
     return max(0.0, now_s - written_s)
@@ -257,6 +278,12 @@ class GcLimits:
         return ""
 
     def applied(self, items: list[GcItem], written_s: float | None, writer: str = "") -> tuple[GcItem, ...]:
-        """The items, of which none goes where a job has a lease (`writer_of`), or wrote too short a time ago."""
+        """The items, all of which are kept while a job has a lease, or where the last write was too short a time ago.
+
+        Args:
+            items: What could be freed, and what stays in any case.
+            written_s: Time of the last write to the place, in seconds since 1970; None: not known.
+            writer: Why a job may be writing there, as a sentence (`writer_of`); empty: no job has a lease.
+        """
         fresh = writer or self.too_fresh(written_s)
         return tuple(item.kept(fresh) if fresh and item.remove else item for item in items)

@@ -78,7 +78,7 @@ class MemoryLocation(CheckpointLocation):
         return Verified.of_parts((of_slot.found for of_slot in seen), problems, notes, restores)
 
     def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
-        """Whole jobs, each on its node; one with a living process there stays."""
+        """As `CheckpointLocation.gc_plan`: whole jobs, each on its node; one with a living process there stays."""
         own, found = Path(os.path.abspath(self.path)), slots(self.path)
         if any(slot.directory == own for slot in found):
             raise UsageError(

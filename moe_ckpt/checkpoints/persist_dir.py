@@ -53,7 +53,12 @@ class PersistDir(ABC):
 
     @abstractmethod
     def copied_to(self, folder: Path, snapshots: Sequence[SnapshotId]) -> str:
-        """Make these snapshots appear in an empty folder, by links where that is enough; its name for a job."""
+        """Make snapshots appear in another folder, by links where that is enough. Returns the folder's name for a job.
+
+        Args:
+            folder: An empty folder.
+            snapshots: Snapshots of this storage.
+        """
 
     def is_link(self, name: str) -> bool:
         """Whether the folder of a snapshot really lies elsewhere."""
@@ -89,7 +94,7 @@ class PersistFolder(PersistDir):
         return files.disk_bytes(Path(path))
 
     def copied_to(self, folder: Path, snapshots: Sequence[SnapshotId]) -> str:
-        """Links."""
+        """As `PersistDir.copied_to`, by links."""
         for snapshot in snapshots:
             (folder / snapshot.name).symlink_to(self._folder.absolute() / snapshot.name)
         return str(folder)
@@ -130,7 +135,7 @@ class PersistUrl(PersistDir):
         return int(self._files.du(path))
 
     def copied_to(self, folder: Path, snapshots: Sequence[SnapshotId]) -> str:
-        """Copies, which a job reads as a URL again, as their files are named for one."""
+        """As `PersistDir.copied_to`, by copies, which a job reads as a URL again, as their files are named for one."""
         with remote(self.place):
             for snapshot in snapshots:
                 self._files.get(f"{self._root}/{snapshot.name}", str(folder / snapshot.name), recursive=True)
@@ -138,9 +143,11 @@ class PersistUrl(PersistDir):
 
 
 def open_persist_dir(place: str, rank: int = 0) -> PersistDir:
-    """The storage in a folder that is there, or behind a URL; `rank` is the one whose leftovers `sweep` removes.
+    """The storage in a folder that is there, or behind a URL. Raises UsageError for any other place.
 
-    Raises UsageError for what is neither.
+    Args:
+        place: The folder or URL, as `--moe-ckpt-persist-dir` has it.
+        rank: The rank whose leftovers `sweep` removes.
     """
     if is_url(place):
         return PersistUrl(place, ObjectStore(place, rank))

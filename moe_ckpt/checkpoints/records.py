@@ -16,9 +16,15 @@ BATCH_BYTES = 1 << 26
 
 
 def verify_records(store: Store | SlotReader, manifest: Manifest, path: str, advance: Advance) -> tuple[Finding, ...]:
-    """The records of a snapshot that cannot be read or have changed; `path` says where it is.
+    """The records of a snapshot that cannot be read or have changed.
 
     Raises UnreadableCheckpoint if it cannot be opened any more.
+
+    Args:
+        store: Opens the snapshot.
+        manifest: The snapshot's manifest, with the checksum of each record.
+        path: Name of the snapshot in findings.
+        advance: Called with the bytes of each record.
     """
     found: list[Finding] = []
     for batch in batches(manifest.records, BATCH_BYTES):
@@ -33,7 +39,12 @@ def verify_records(store: Store | SlotReader, manifest: Manifest, path: str, adv
 
 
 def batches(records: Iterable[Record], least_bytes: int) -> Iterator[list[Record]]:
-    """Records in their order, in lists of as many as have `least_bytes`; the last may have fewer."""
+    """Records in their order, in lists; the last list may have fewer bytes than the others.
+
+    Args:
+        records: The records.
+        least_bytes: Bytes at which a list is complete.
+    """
     batch: list[Record] = []
     nbytes = 0
     for record in records:

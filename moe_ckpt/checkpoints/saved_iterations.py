@@ -50,7 +50,12 @@ def saved_iterations(root: Path) -> tuple[SavedIteration, ...]:
 
 
 def saved_iteration(folder: Path, is_tracked: bool = False) -> SavedIteration:
-    """One iteration's folder. Raises OSError."""
+    """One iteration's folder. Raises OSError.
+
+    Args:
+        folder: The folder of the iteration, or of one that is being written.
+        is_tracked: Whether the tracker of the `--save` folder names it.
+    """
     match = ITERATION.fullmatch(folder.name) or STAGED.fullmatch(folder.name)
     iteration = int(match[1]) if match else None
     stats = {entry.name: entry.stat() for entry in os.scandir(folder) if entry.is_file()}

@@ -107,6 +107,7 @@ class StorageLocation(CheckpointLocation):
         )
 
     def gc_plan(self, limits: GcLimits, advance: Advance = unwatched) -> GcPlan:
+        """As `CheckpointLocation.gc_plan`."""
         return storage_gc_plan(self.persist_dir, limits, advance)
 
     def state_view(self) -> StateView:

@@ -83,7 +83,12 @@ class MemorySurvey:
 
 
 def survey_snapshot(persist_dir: PersistDir, snapshot: SnapshotId) -> MemorySurvey:
-    """One snapshot of a storage. Raises StoreFailure, UnreadableCheckpoint where it is torn."""
+    """One snapshot of a storage. Raises StoreFailure, UnreadableCheckpoint where it is torn.
+
+    Args:
+        persist_dir: The storage.
+        snapshot: Iteration, rank and kind of the snapshot.
+    """
     return MemorySurvey((_stored(persist_dir, snapshot),), ())
 
 

@@ -71,6 +71,10 @@ def storage_view(place: str, store: Store) -> StateView:
     """The newest state that storage restores, with the older snapshots that it needs.
 
     Raises UnreadableCheckpoint, StoreFailure.
+
+    Args:
+        place: Name of the storage for titles and errors.
+        store: Opens the snapshots of the storage.
     """
     found, readers = next(restorable(stored_snapshots(store)), None), _OpenReader(store)
     if found is None:
@@ -82,7 +86,13 @@ def storage_view(place: str, store: Store) -> StateView:
 
 
 def snapshot_view(place: str, store: Store, snapshot: SnapshotId) -> StateView:
-    """One snapshot by itself. Raises UnreadableCheckpoint, StoreFailure."""
+    """One snapshot by itself. Raises UnreadableCheckpoint, StoreFailure.
+
+    Args:
+        place: Name of the snapshot for titles and errors.
+        store: Opens the snapshot.
+        snapshot: Iteration, rank and kind of the snapshot.
+    """
     return StateView(place, False, tuple(_snapshot_values(_OpenReader(store), read_stored(store, snapshot))))
 
 
@@ -151,7 +161,12 @@ class _OpenReader:
 
 
 def read_tensor(reader: Reader, record: Record) -> torch.Tensor:
-    """A verified record, copied out of its snapshot. Raises UnreadableCheckpoint."""
+    """A verified record, copied out of its snapshot. Raises UnreadableCheckpoint.
+
+    Args:
+        reader: The open snapshot; it verifies the record.
+        record: Key, dtype and shape of the tensor.
+    """
     dtype = getattr(torch, record.field.dtype)
     # A copy: torch would warn of read-only memory, and a view would keep the snapshot from being freed.
     data = bytearray(reader.read(record.key))

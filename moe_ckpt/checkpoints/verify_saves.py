@@ -20,7 +20,12 @@ LISTINGS = 8
 
 
 def verify_iteration(folder: Path, advance: Advance) -> Verified:
-    """One iteration, and those that hold experts for it if it was saved with some of the experts."""
+    """One iteration, and those that hold experts for it if it was saved with some of the experts.
+
+    Args:
+        folder: The folder of the iteration, in a `--save` folder.
+        advance: Called with the number of bytes that were read since its last call.
+    """
     folder = folder.absolute()
     checked = {path: _verified(path, advance) for path in _needed(folder)}
     broken = _broken_chain(folder, checked)
@@ -29,7 +34,12 @@ def verify_iteration(folder: Path, advance: Advance) -> Verified:
 
 
 def verify_saves(root: Path, advance: Advance) -> Verified:
-    """All iterations of a --save folder, what they need of each other, and the tracker."""
+    """All iterations of a --save folder, what they need of each other, and the tracker.
+
+    Args:
+        root: The `--save` folder.
+        advance: Called with the number of bytes that were read since its last call.
+    """
     root = root.absolute()
     results: dict[Path, Verified] = {}
     for _ in range(LISTINGS):

@@ -118,7 +118,12 @@ def stored_snapshots(store: Store) -> tuple[StoredSnapshot, ...]:
 
 
 def read_stored(store: Store, snapshot: SnapshotId) -> StoredSnapshot:
-    """One sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged."""
+    """One sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged.
+
+    Args:
+        store: Opens the snapshot.
+        snapshot: Iteration, rank and kind of the snapshot.
+    """
     with store.open(snapshot) as reader:
         return StoredSnapshot.of(reader.manifest)
 
@@ -129,7 +134,12 @@ def timelines(snapshots: Sequence[StoredSnapshot]) -> list[Lineage]:
 
 
 def on_timeline(timeline: Lineage, snapshots: Sequence[StoredSnapshot]) -> tuple[StoredSnapshot, ...]:
-    """Those that lie in the past of `timeline`. What a job left when it went back is no part of it."""
+    """The snapshots in the past of a timeline. What a job left when it went back is no part of it.
+
+    Args:
+        timeline: Lineage of the newest snapshot.
+        snapshots: Snapshots of any timeline.
+    """
     return tuple(seen for seen in snapshots if belongs(seen.timeline, seen.snapshot.iteration, timeline))
 
 
@@ -211,7 +221,13 @@ def _without_share(of_ranks: Mapping[int, StoredSnapshot], owned: Mapping[int, C
 
 
 def needed_pieces(pieces: Sequence[Piece], state: StoredState, keep_last: int = 1) -> tuple[Piece, ...]:
-    """Those of `keep_last` states, of which `state` is the newest, and those that these need."""
+    """The pieces of the newest states up to one of them, and the pieces that these need.
+
+    Args:
+        pieces: All pieces in storage.
+        state: The newest state to keep.
+        keep_last: Number of states to keep.
+    """
     return kept_in_storage([piece for piece in pieces if piece.span[-1] <= state.span[-1]], keep_last)
 
 
