@@ -24,7 +24,12 @@ class Placed:
     read: Callable[[], torch.Tensor]
 
     def overlaps(self, axis: int, there: range) -> bool:
-        """Whether it has any of these indices along one axis."""
+        """Whether the piece has any of these indices.
+
+        Args:
+            axis: Number of the axis.
+            there: Indices along this axis in the whole tensor.
+        """
         return self.offsets[axis] < there.stop and there.start < self.offsets[axis] + self.sizes[axis]
 
 

@@ -24,6 +24,10 @@ def feed(sink: Sink, value: Any) -> None:
 
     Dicts go by sorted key, lists and tuples alike, floats by their exact repr, tensors and arrays by dtype, shape and
     raw bytes. Raises TypeError for a type whose content it does not know.
+
+    Args:
+        sink: Takes the bytes in order, such as a hasher.
+        value: Nested dicts, lists, tuples, sets, numbers, texts, tensors and arrays.
     """
     match value:
         case torch.Tensor():
@@ -43,7 +47,14 @@ def feed(sink: Sink, value: Any) -> None:
 
 
 def feed_blocks(sink: Sink, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[torch.Tensor]) -> None:
-    """Feeds dtype, shape and raw bytes of a dense tensor, whose elements come in one block or several."""
+    """Feeds dtype, shape and raw bytes of a dense tensor.
+
+    Args:
+        sink: Takes the bytes in order, such as a hasher.
+        dtype: Dtype of the tensor.
+        shape: Shape of the whole tensor.
+        blocks: Its elements in row-major order, in one tensor or several, of any shape and on any device.
+    """
     _frame(sink, b"tensor", str(dtype).encode(), repr(shape).encode())
     for block in blocks:
         flat = block.detach().cpu().contiguous().reshape(-1)
@@ -51,7 +62,12 @@ def feed_blocks(sink: Sink, dtype: torch.dtype, shape: tuple[int, ...], blocks: 
 
 
 def feed_array(sink: Sink, array: np.ndarray[Any, Any]) -> None:
-    """Feeds dtype, shape and raw bytes of an array. Raises TypeError for arrays of objects."""
+    """Feeds dtype, shape and raw bytes of an array. Raises TypeError for arrays of objects.
+
+    Args:
+        sink: Takes the bytes in order, such as a hasher.
+        array: The array, of any shape.
+    """
     if array.dtype.hasobject:
         raise TypeError("an array of Python objects has no defined bytes")
     _frame(sink, b"array", array.dtype.str.encode(), repr(array.shape).encode())
@@ -104,7 +120,12 @@ def _frame(sink: Sink, *parts: bytes) -> None:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields (keys joined with dots, leaf) of nested dicts, lists and namespaces; an empty container is a leaf."""
+    """Yields (keys joined with dots, leaf) of nested dicts, lists and namespaces; an empty container is a leaf.
+
+    Args:
+        value: The nested containers.
+        path: Keys of the containers around `value`, outermost first.
+    """
     if isinstance(value, Namespace | SimpleNamespace):
         value = vars(value)
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()

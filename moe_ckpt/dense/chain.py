@@ -109,7 +109,12 @@ class Chain:
         return holder
 
     def source(self, operator: OperatorId, common: str) -> int:
-        """The iteration from which an entry of an expert, of this common name, is loaded. Raises KeyError."""
+        """The iteration from which an entry of an expert is loaded. Raises KeyError for an expert that is not named.
+
+        Args:
+            operator: The expert.
+            common: Common name of the entry, see `ExpertEntry`.
+        """
         return self.holder(operator) if self._leaves_out(common) else self.iteration
 
     def _leaves_out(self, common: str) -> bool:
@@ -141,9 +146,15 @@ class Chain:
         return tuple(operator for operator in self.experts if self.holder(operator) == iteration)
 
     def followed_by(self, iteration: int, mark: str, selected: Iterable[OperatorId], position: int) -> Chain:
-        """The chain of a newer `iteration` that holds `selected`; older iterations that nothing needs are dropped.
+        """The chain of a newer iteration; older iterations that nothing needs are dropped.
 
-        Nothing of `selected` is unsaved then; tokens of the others are those of this chain.
+        No tokens of selected experts are unsaved then; tokens of the others are those of this chain.
+
+        Args:
+            iteration: The newer iteration.
+            mark: Its mark: 16 random hexadecimal digits.
+            selected: Experts that the newer iteration holds.
+            position: Where the rotation of experts stands after it.
         """
         chosen = frozenset(selected)
 
@@ -212,9 +223,13 @@ def _by_layer(rows: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def decode(content: bytes, name: str) -> Chain:
-    """The chain in a file's content; `name` is what errors call the file.
+    """The chain in a file's content.
 
     Raises UnreadableCheckpoint for any deviation: a changed byte, an expert without an iteration; NewerFormat.
+
+    Args:
+        content: Bytes of the whole file.
+        name: Name of the file in errors.
     """
     # JSON has no numbers as keys: str_keys reads layers and iterations from strings.
     make: Callable[[dict[str, Any]], Chain] = partial(msgspec.convert, type=Chain, str_keys=True)
@@ -263,10 +278,14 @@ class ExpertEntry:
 
 
 def expert_entry(name: str, offsets: Sequence[int]) -> ExpertEntry | None:
-    """Whose entry `name` is, None for what belongs to no single expert.
+    """The expert of an entry; None for an entry that belongs to no single expert.
 
-    offsets: of a piece of the tensor, or of a sharded object. Megatron-Core stacks experts, and mostly layers too, so
-    that the leading offsets say which piece is whose; a partial iteration names both.
+    Megatron-Core stacks experts, and mostly layers too, so that the leading offsets say which piece is whose; a partial
+    iteration names both.
+
+    Args:
+        name: Name of a tensor or sharded object in the index.
+        offsets: Offsets of a piece of the tensor, or of the sharded object.
     """
     match = _EXPERT.fullmatch(name)
     if match is None:
@@ -291,7 +310,14 @@ def object_entry(key: str, offsets: Sequence[int]) -> ExpertEntry | None:
 
 
 def stacked_name(common: str, layer: int, stacked_layers: int | None) -> str:
-    """The name under which Megatron-Core stacks the experts of all layers, or those of `layer` if layers are apart."""
+    """The name under which Megatron-Core stacks the experts.
+
+    Args:
+        common: Common name of the entry, see `ExpertEntry`.
+        layer: Global number of the MoE layer.
+        stacked_layers: Length of the layer axis; None: each layer has a tensor of its own, which has the number in its
+            name.
+    """
     if stacked_layers is not None:
         return common
     before, after = common.split(".mlp.experts.experts.")
@@ -299,6 +325,12 @@ def stacked_name(common: str, layer: int, stacked_layers: int | None) -> str:
 
 
 def stacked_object_name(chain: Chain, common: str, operator: OperatorId) -> str:
-    """The name that an object of one expert has where those of all experts are in one iteration."""
+    """The name that an object of one expert has where those of all experts are in one iteration.
+
+    Args:
+        chain: Says along which axes experts are stacked.
+        common: Common name of the entry, see `ExpertEntry`.
+        operator: The expert.
+    """
     index, axes = (".".join(map(str, numbers)) for numbers in (chain.leading_index(operator), chain.leading_axes))
     return f"{stacked_name(common, operator.layer, chain.stacked_layers)}/shard_{index}_{axes}"

@@ -60,7 +60,13 @@ PARAMETER_ALIGNMENT = 64
 
 
 def component_of(name: str, rules: Sequence[tuple[str, str]]) -> str:
-    """Returns the component of the entry `name` by the first of `rules` that matches it."""
+    """The component of an entry. Raises ValueError for an entry without a rule.
+
+    Args:
+        name: Name of the entry in the index.
+        rules: Regular expressions for whole names, each with the component, which may refer to groups; the first match
+            counts.
+    """
     for pattern, component in rules:
         found = re.fullmatch(pattern, name, flags=re.DOTALL)
         if found is not None:

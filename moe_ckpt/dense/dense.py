@@ -43,11 +43,11 @@ class DenseCheckpoint:
     index: CheckpointIndex
 
     def read_blocks(self, name: str, most: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
-        """The elements of a tensor on the CPU, in row-major order, flat, at most `most` of them at a time.
+        """The elements of a tensor on the CPU, in row-major order, in flat blocks.
 
-        Raises:
-            KeyError: `name` is not in `tensors`.
-            UnreadableCheckpoint: a piece cannot be read, or is not what the index says.
+        Args:
+            name: Name of the tensor in the index.
+            most: Most elements of a block.
         """
         info = self.tensors[name]
         pieces = [
@@ -66,9 +66,14 @@ class DenseCheckpoint:
         return value
 
     def read_piece(self, name: str, dtype: torch.dtype, chunk: Chunk) -> torch.Tensor:
-        """Returns one piece of the tensor `name`.
+        """Returns one piece of a tensor, on the CPU.
 
-        Raises UnreadableCheckpoint when it cannot be read, or is not what `dtype` and `chunk` say.
+        Raises UnreadableCheckpoint when it cannot be read, or has another dtype or shape.
+
+        Args:
+            name: Name of the tensor in the index.
+            dtype: Dtype of the tensor by the index.
+            chunk: Shape of the piece by the index, and the place of its bytes.
         """
         what = f"{name} in {chunk.extent.file}"
         piece = load_torch_bytes(read_extent(self.directory, chunk.extent, name), what)
@@ -201,7 +206,13 @@ def _read_common(directory: Path, index: CheckpointIndex) -> dict[str, Any]:
 
 
 def read_extent(directory: Path, extent: ChunkExtent, name: str) -> bytes:
-    """The bytes of an entry called `name`. Raises UnreadableCheckpoint."""
+    """The bytes of an entry. Raises UnreadableCheckpoint.
+
+    Args:
+        directory: The folder of the iteration.
+        extent: File in this folder, and range of bytes in it.
+        name: Name of the entry in errors.
+    """
     path = directory / extent.file
     try:
         with open_regular(path, through_links=True) as file:

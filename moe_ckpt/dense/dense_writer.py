@@ -51,7 +51,13 @@ class DenseWriter:
         self._file.close()
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Announce a tensor; again for each expert of a stacked one."""
+        """Announce a tensor; again for each expert of a stacked one.
+
+        Args:
+            name: Name of the tensor in the index.
+            shape: Shape of the whole tensor.
+            dtype: Dtype of the tensor.
+        """
         known = self._entries.setdefault(
             name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks=[])
         )
@@ -59,19 +65,36 @@ class DenseWriter:
             raise UnreadableCheckpoint(f"{name} is {shape} {dtype} for one expert, {known.size} for another")
 
     def piece(self, name: str, chunk: Chunk, place: _StorageInfo) -> None:
-        """A piece of an announced tensor, whose bytes are at `place`."""
+        """Add a piece of an announced tensor to the index.
+
+        Args:
+            name: Name of the tensor in the index.
+            chunk: Offsets and sizes of the piece in the tensor; its extent is not used.
+            place: Where its bytes were written.
+        """
         offsets = torch.Size(chunk.offsets)
         entry = self._entries[name]
         self._places[MetadataIndex(name, offsets, len(entry.chunks))] = place
         entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
 
     def object(self, name: str, place: _StorageInfo) -> None:
-        """An object, whose bytes are at `place`."""
+        """Add an object to the index.
+
+        Args:
+            name: Name of the object in the index.
+            place: Where its bytes were written.
+        """
         self._entries[name] = BytesStorageMetadata()
         self._places[MetadataIndex(name)] = place
 
     def copied(self, part: DenseCheckpoint, extent: ChunkExtent, name: str) -> _StorageInfo:
-        """The bytes of another checkpoint as they are."""
+        """Write bytes of another checkpoint unchanged. Returns their place.
+
+        Args:
+            part: The other checkpoint.
+            extent: File in its folder, and range of bytes in it.
+            name: Name of the entry in errors.
+        """
         return self.put(read_extent(part.directory, extent, name))
 
     def saved(self, tensor: torch.Tensor) -> _StorageInfo:

@@ -22,11 +22,17 @@ def decoded[T](
     make: Callable[[Any], T],
     encode: Callable[[T], bytes],
 ) -> T:
-    """What `make` makes of the body of a file, called `name` in errors; `encode` writes the file of a value.
-
-    body: what the file's checksum covers, None where it does not match.
+    """The value in a file with a checksum.
 
     Raises UnreadableCheckpoint for any deviation from what `encode` writes, NewerFormat for a format above `newest`.
+
+    Args:
+        content: Bytes of the whole file.
+        name: Name of the file in errors.
+        body: Bytes that the file's checksum covers, as JSON; None: the checksum does not match.
+        newest: The newest format that this version reads.
+        make: Makes the value of the parsed JSON object.
+        encode: Writes the file of a value.
     """
     if body is None:
         raise UnreadableCheckpoint(f"{name} is damaged: it does not match its checksum; take another iteration")

@@ -79,7 +79,12 @@ def unwatched(nbytes: int) -> None:
 
 
 def file_sum(path: Path, advance: Advance = unwatched) -> FileSum:
-    """Length and checksum of a file; the next block is read while one is summed up. Raises OSError."""
+    """Length and checksum of a file; the next block is read while one is summed up. Raises OSError.
+
+    Args:
+        path: A regular file, or a link to one.
+        advance: Called with the number of bytes that were read since its last call.
+    """
     digest, nbytes = RunningChecksum(), 0
     blocks = [memoryview(bytearray(_BLOCK_BYTES)) for _ in range(2)]
     with open_regular(path, through_links=True) as file, ThreadPoolExecutor(1, "read-ahead") as ahead:
@@ -102,10 +107,14 @@ def encode(sums: Sums) -> bytes:
 
 
 def decode(content: bytes, name: str) -> dict[str, FileSum]:
-    """The sums in a file's content; `name` is what errors call the file.
+    """The sums in a file's content, by name of the file.
 
     Raises UnreadableCheckpoint for any deviation from what `encode` writes, for one that was sealed without the secret
     of this process, or with one that it does not have; NewerFormat for a later format.
+
+    Args:
+        content: Bytes of the whole file.
+        name: Name of the file in errors.
     """
     body = unsealed(_KEY, content, name, UNSIGNED)
     if body is None and is_keyed():
@@ -230,7 +239,12 @@ def check(
 
 
 def damaged(sums: Mapping[Path, FileSum], advance: Advance = unwatched) -> tuple[Damage, ...]:
-    """Those of these files that are missing, unreadable or changed. What has another length is not read."""
+    """The files that are missing, unreadable or changed. A file of another length is not read.
+
+    Args:
+        sums: Length and checksum of each file as it was saved.
+        advance: Called with the number of bytes that were read since its last call.
+    """
     found = (_damage(path, saved, advance) for path, saved in sorted(sums.items()))
     return tuple(damage for damage in found if damage is not None)
 
@@ -249,7 +263,12 @@ def _damage(path: Path, saved: FileSum, advance: Advance) -> Damage | None:
 
 
 def shares[FileKey: (str, Path)](sums: Mapping[FileKey, FileSum], count: int) -> tuple[tuple[FileKey, ...], ...]:
-    """The files, shared out among `count` readers so that each has about as many bytes to read."""
+    """The files, shared out among readers so that each has about as many bytes to read.
+
+    Args:
+        sums: Length and checksum of each file.
+        count: Number of readers.
+    """
     shared: list[list[FileKey]] = [[] for _ in range(count)]
     loads_bytes = [0] * count
     for key in sorted(sums, key=lambda key: (-sums[key].nbytes, key)):

@@ -72,7 +72,12 @@ class MergedCheckpoint:
         return sorted({self.chain.holder(operator), self.chain.iteration})
 
     def stacked_pieces(self, operator: OperatorId, tensor: ExpertTensor) -> Iterator[tuple[Chunk, Chunk]]:
-        """The pieces of an expert's tensor where they lie in the stack of all experts, each with itself as stored."""
+        """The pieces of an expert's tensor where they lie in the stack of all experts, each with itself as stored.
+
+        Args:
+            operator: The expert.
+            tensor: Its tensor, without the axes that count layers and experts.
+        """
         lead = self.chain.leading_index(operator)
         for own, stored in zip(tensor.chunks, tensor.stored, strict=True):
             yield Chunk((*lead, *own.offsets), (*(1 for _ in lead), *own.sizes), stored.extent), stored

@@ -46,7 +46,12 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def read_beside(path: Path, most_bytes: int) -> bytes:
-    """The content of a small file of dense checkpoints, where links are followed. Raises OSError as `read_small`."""
+    """The content of a small file of dense checkpoints, where links are followed. Raises OSError as `read_small`.
+
+    Args:
+        path: The file, or a link to it.
+        most_bytes: Most bytes that it may have.
+    """
     return read_small(path, most_bytes, through_links=True)
 
 
@@ -95,10 +100,11 @@ def condemned(folder: Path) -> Path:
 
 
 def new_iteration_folder(root: Path, iteration: int) -> Path:
-    """The folder for a new iteration in `root`, where no other checkpoints are; it is not created.
+    """The folder for a new iteration; it is not created.
 
-    Raises:
-        UsageError: the folder is there already, or a tracker names another iteration and would have to be changed.
+    Args:
+        root: Folder without other checkpoints; it need not exist.
+        iteration: Number of the iteration.
     """
     folder = root / f"iter_{iteration:07d}"
     if folder.exists():

@@ -51,7 +51,12 @@ class PartialSaves:
         )
 
     def complete(self, iteration: int, mark: str) -> Chain:
-        """The chain of a checkpoint of all experts."""
+        """The chain of a checkpoint of all experts.
+
+        Args:
+            iteration: Iteration of the checkpoint.
+            mark: Its mark: 16 random hexadecimal digits.
+        """
         holders = {layer: (iteration,) * self.num_experts for layer in self.layers}
         zeros = self._zeros if self.counts_tokens else {}
         return Chain(
@@ -59,9 +64,14 @@ class PartialSaves:
         )
 
     def following(self, previous: Chain, iteration: int, mark: str, counted: Rows) -> Chain:
-        """The chain of the checkpoint after that of `previous`.
+        """The chain of the next checkpoint, with the experts that the policy selects.
 
-        counted: tokens that were routed to each expert since then, the same on all ranks; without a layer, none.
+        Args:
+            previous: The chain of the checkpoint before it.
+            iteration: Iteration of the next checkpoint.
+            mark: Its mark: 16 random hexadecimal digits.
+            counted: Tokens that were routed to each expert since the previous checkpoint, by layer, the same on all
+                ranks; a layer that is missing has none.
         """
         previous = self._with_tokens(previous, counted)
         if self.counts_tokens:

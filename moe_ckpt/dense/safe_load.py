@@ -25,10 +25,14 @@ _REFUSED_GLOBAL = re.compile(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)
 
 
 def load_torch_bytes(data: bytes, what: str) -> Any:
-    """Returns the object that `torch.save` wrote into `data`, its tensors on the CPU.
+    """Returns the object that `torch.save` wrote, its tensors on the CPU.
 
-    `what` names the data in messages. Raises UnreadableCheckpoint when the bytes are damaged or need a Python name that
-    is not on the list; nothing from the data is ever called or imported.
+    Raises UnreadableCheckpoint when the bytes are damaged or need a Python name that is not on the list; nothing from
+    the data is ever called or imported.
+
+    Args:
+        data: Bytes that `torch.save` wrote.
+        what: Name of the data in errors.
     """
     try:
         return _loaded(data)

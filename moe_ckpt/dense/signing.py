@@ -16,6 +16,10 @@ from .names import read_if_there
 def sign(folder: Path, advance: Advance = unwatched) -> bool:
     """Seal an iteration with the secret of this process, once its bytes are those that were saved.
 
+    Args:
+        folder: The folder of the iteration.
+        advance: Called with the number of bytes that were read since its last call.
+
     Returns:
         Whether it was not signed before.
 
