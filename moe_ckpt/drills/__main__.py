@@ -54,7 +54,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: DrillSettings, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All jobs, and what came of them. Raises DrillFailure when the subject or the reference hangs or fails."""
+    """Run all jobs. Returns their results as JSON values.
+
+    Raises DrillFailure when the subject or the reference hangs or fails.
+
+    Args:
+        settings: The faults, the flags of the jobs and their folders.
+        arguments: The parsed command line.
+    """
     drill = Drill(settings, _say)
     subject = drill.subject()
     baseline: DrillOutcome | None = None

@@ -118,9 +118,14 @@ class Drill:
         return self._run("baseline", flags, struck=True)
 
     def reference(self, folder: Path, iterations: int, saved: int) -> Journal:
-        """A run without faults and without our checkpoints, with a checkpoint of iteration `saved`.
+        """A run without faults and without our checkpoints.
 
         It continues what an earlier drill left in the folder. Raises DrillFailure when that had other flags.
+
+        Args:
+            folder: Folder of the run, kept between drills.
+            iterations: Number of iterations to train.
+            saved: Iteration of which the run saves a checkpoint.
         """
         self._check_same_flags(folder)
         for upto in sorted({saved, iterations}):
@@ -169,7 +174,13 @@ class Drill:
 
 
 def judged(outcome: DrillOutcome, reference: Journal, useful_s: float) -> dict[str, Any]:
-    """What came of a job that was struck, as JSON values. useful_s: an iteration without faults and checkpoints."""
+    """The results of a job that was struck, as JSON values.
+
+    Args:
+        outcome: The job, its log and the faults that struck it.
+        reference: Reports of the run without faults.
+        useful_s: Seconds of an iteration without faults and checkpoints.
+    """
     return {
         "iterations": outcome.last,
         "wall_s": outcome.wall_s,
@@ -196,7 +207,13 @@ def judged(outcome: DrillOutcome, reference: Journal, useful_s: float) -> dict[s
 
 
 def wrong_components(folder: Path, reference: Path, iteration: int) -> tuple[str, ...]:
-    """Components in which the checkpoints of an iteration in two folders of jobs differ, by `moe-ckpt digest`."""
+    """Components in which the checkpoints of an iteration differ, by `moe-ckpt digest`.
+
+    Args:
+        folder: Folder of the job that was struck.
+        reference: Folder of the run without faults.
+        iteration: Iteration that both have saved.
+    """
     from moe_ckpt.dense.dense import open_dense
     from moe_ckpt.dense.digest import digest_components
 

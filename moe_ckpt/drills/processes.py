@@ -65,7 +65,12 @@ class Running:
         return name
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank, if it is there now."""
+        """Send a signal to a rank, if it is there now.
+
+        Args:
+            rank: Global number of the rank.
+            number: The signal.
+        """
         pid = self.workers().get(rank)
         if pid is not None:
             _kill(pid, number)
@@ -86,7 +91,12 @@ def _rank(pid: int, variables: Mapping[str, str]) -> int | None:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for this signal now."""
+    """Whether a process has a handler for this signal now.
+
+    Args:
+        pid: Id of a process on this machine.
+        number: The signal.
+    """
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))

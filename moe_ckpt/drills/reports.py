@@ -47,7 +47,12 @@ def read_journal(path: Path) -> Journal:
 
 
 def differences(journal: Journal, reference: Journal) -> Iterator[str]:
-    """A sentence for each report that differs from that of the reference; also where the reference has none."""
+    """A sentence for each report that differs from the reference, or that the reference lacks.
+
+    Args:
+        journal: Reports of the job that was struck.
+        reference: Reports of the run without faults.
+    """
     expected = {report["iteration"]: report for report in reference.reports}
     for report in journal.reports:
         iteration = report["iteration"]
@@ -62,7 +67,12 @@ def differences(journal: Journal, reference: Journal) -> Iterator[str]:
 
 
 def unlike_components(found: Mapping[str, str], expected: Mapping[str, str]) -> tuple[str, ...]:
-    """Components of a checkpoint whose digests differ, or that one of two checkpoints lacks."""
+    """Components of a checkpoint whose digests differ, or that one of two checkpoints lacks.
+
+    Args:
+        found: Digest of each component of one checkpoint.
+        expected: Digest of each component of the other checkpoint.
+    """
     return tuple(name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
 
 
@@ -82,7 +92,11 @@ def trained_again(journal: Journal) -> int:
 def iteration_s(journal: Journal, warm: int = 3) -> float:
     """Seconds of an iteration: the median without the first ones, in which much happens for the first time.
 
-    Raises ValueError when there are no more reports than that.
+    Raises ValueError when there are no more reports than these.
+
+    Args:
+        journal: Reports of the run.
+        warm: Number of first iterations to leave out.
     """
     times: list[float] = [report["iteration_time_s"] for report in journal.trained[warm:]]
     if not times:
@@ -101,11 +115,15 @@ class CheckpointCosts:
 
 
 def checkpoint_costs(plain: Journal, saving: Journal, interval: int) -> CheckpointCosts:
-    """From the times between reports, whatever a loop counts as part of an iteration.
+    """The costs of checkpoints, from the times between reports, whatever a loop counts as part of an iteration.
 
-    plain, saving: the same training without checkpoints, and with one every `interval` iterations, two at least. What
-    is written beside training counts too; at least what the iterations with a checkpoint took longer than those beside
-    them, which a busy machine does not hide.
+    Writes in the background count too. The cost of one is at least the time by which iterations with a checkpoint took
+    longer than their neighbours, which a busy machine does not hide.
+
+    Args:
+        plain: Reports of training without checkpoints.
+        saving: Reports of the same training with at least two checkpoints.
+        interval: Iterations between two checkpoints of `saving`.
     """
     training_s = statistics.fmean(between for at, between in _times_between(plain) if at >= interval)
     with_first_s = dict(_times_between(saving))[interval]

@@ -39,10 +39,15 @@ class FaultRates:
 
 
 def schedule(seed: int, odds: FaultRates, until_s: float) -> tuple[PlannedKill, ...]:
-    """The kills of `until_s` seconds: a Poisson process, so times between them are exponentially distributed.
+    """The kills of a run: a Poisson process, so times between them are exponentially distributed.
 
-    Every kill draws the same number of random numbers, so that a longer schedule begins with the shorter one, and
-    other shares of node losses leave the times alone. A job on one node loses no nodes.
+    Every kill draws the same number of random numbers, so that a longer schedule begins with the shorter one, and other
+    shares of node losses leave the times alone. A job on one node loses no nodes.
+
+    Args:
+        seed: Seed of the random numbers.
+        odds: Mean time between failures, share of node losses, and numbers of nodes and ranks.
+        until_s: Length of the run in seconds; no kill comes later.
     """
     draw = random.Random(seed)
     kills: list[PlannedKill] = []
@@ -71,17 +76,28 @@ class StockCosts:
 
 
 def best_interval(faults_s: Sequence[float], run_s: float, costs: StockCosts) -> int:
-    """Iterations between checkpoints with which a job gets furthest in `run_s` seconds; the smallest of equals.
+    """Iterations between checkpoints with which a job gets furthest; the smallest of equals.
 
     Daly's estimate takes a restart to be short against the time between faults; where it is not, only trying helps.
+
+    Args:
+        faults_s: Times of the faults, in seconds from the start.
+        run_s: Length of the run in seconds.
+        costs: Seconds of an iteration, a checkpoint and a restart.
     """
     return max(range(1, LONGEST + 1), key=lambda interval: (reached(faults_s, run_s, costs, interval), -interval))
 
 
 def reached(faults_s: Sequence[float], run_s: float, costs: StockCosts, interval: int) -> int:
-    """The iteration at which a job ends that has a checkpoint every `interval` iterations, starting with none done.
+    """The iteration at which a job ends, starting with none done.
 
-    A fault takes it back to its newest checkpoint, and one that strikes during a restart begins that anew.
+    A fault takes it back to its newest checkpoint, and one that strikes during a restart makes that start again.
+
+    Args:
+        faults_s: Times of the faults, in seconds from the start, in any order.
+        run_s: Length of the run in seconds.
+        costs: Seconds of an iteration, a checkpoint and a restart.
+        interval: Iterations between two checkpoints.
     """
     begun_s, saved = 0.0, 0
     for fault_s in sorted(faults_s):
