@@ -61,7 +61,13 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def require_same(saved: Mapping[str, Any], needed: Mapping[str, Any], what: str) -> None:
-    """Raises UsageError naming the first arguments in which a checkpoint is not what a model of Hugging Face needs."""
+    """Raises UsageError naming the first arguments in which a checkpoint is not what a model of Hugging Face needs.
+
+    Args:
+        saved: Arguments of Megatron that the checkpoint was trained with.
+        needed: Arguments of Megatron that a model with the config of Hugging Face has.
+        what: Name of that model in the error.
+    """
     have, want = resolved(saved), resolved(needed)
     wrong = [
         f"{name} is {have[name]}, not {want[name]}" for name in needed if name in have and have[name] != want[name]

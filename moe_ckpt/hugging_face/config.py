@@ -20,7 +20,12 @@ class Config:
         self.values, self.place = values, place
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number. Raises UsageError where there is none."""
+        """A whole number, 0 or more. Raises UsageError for any other value.
+
+        Args:
+            name: Key in the config.
+            default: Value where the key is missing or null; None: it has to be there.
+        """
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -28,7 +33,12 @@ class Config:
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Any value; null counts as none."""
+        """Any value; null counts as none.
+
+        Args:
+            name: Key in the config.
+            default: Value where the key is missing or null.
+        """
         value = self.values.get(name)
         return default if value is None else value
 
@@ -54,7 +64,12 @@ class Config:
 
 
 def base_of(rope: Mapping[str, Any], place: str) -> int:
-    """The base, which is a whole number in Megatron. Raises UsageError."""
+    """The base of rotary embeddings, which is a whole number in Megatron. Raises UsageError.
+
+    Args:
+        rope: Parameters of rotary embeddings, with `rope_theta`.
+        place: Name of the config in the error.
+    """
     base = rope["rope_theta"]
     if base != int(base):
         raise UsageError(f"{place}: rope_theta {base} cannot be converted: Megatron takes whole numbers")

@@ -176,19 +176,35 @@ def _sync(path: Path) -> None:
 
 
 def carry(source: Path, target: Path, *, config: bool = False) -> None:
-    """Copy the files of a tokenizer, and `config.json` if asked. Raises OSError."""
+    """Copy the files of a tokenizer that are there. Raises OSError.
+
+    Args:
+        source: Folder to copy from.
+        target: Folder to copy to.
+        config: Whether to copy `config.json` and the index of weights too.
+    """
     for name in (*CARRIED, *((CONFIG, INDEX) if config else ())):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """As transformers writes its files. Raises OSError."""
+    """Write JSON in the form of transformers' own files. Raises OSError.
+
+    Args:
+        path: File to replace.
+        value: The JSON object.
+    """
     write_atomically(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One file of weights. Raises OSError."""
+    """Write one file of weights. Raises OSError.
+
+    Args:
+        path: File to write, in the format of safetensors.
+        tensors: The tensors on the CPU, by their names in Hugging Face.
+    """
     library = safetensors()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
@@ -198,7 +214,12 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def sharding(sizes: Sequence[tuple[str, int]], most_bytes: int) -> dict[str, str]:
-    """In which file each tensor goes: in their order, as many as fit into a file of `most_bytes`."""
+    """The name of the file for each tensor: files are filled in the order of the tensors.
+
+    Args:
+        sizes: Names and bytes of the tensors, in order.
+        most_bytes: Most bytes of tensors in a file; a larger tensor has a file of its own.
+    """
     shards: list[list[str]] = [[]]
     room = most_bytes
     for name, nbytes in sizes:

@@ -96,7 +96,12 @@ def _check(folder: Folder, weights: list[Weight]) -> torch.dtype:
 
 
 def weight_bytes(folder: Folder, weight: Weight) -> int:
-    """Bytes of a weight."""
+    """Bytes of a weight, as Hugging Face stores it.
+
+    Args:
+        folder: The folder with its tensors; gives the dtypes.
+        weight: The weight, whose parts are all in the folder.
+    """
     return sum(folder.tensors[name].dtype.itemsize * torch.Size(shape).numel() for name, shape in weight.parts)
 
 

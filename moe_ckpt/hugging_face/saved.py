@@ -29,6 +29,10 @@ def places(checkpoint: DenseCheckpoint, weights: Iterable[Weight]) -> dict[Weigh
     """Where each weight is.
 
     Raises UsageError naming weights that are missing, of another shape, or that a checkpoint has and the model not.
+
+    Args:
+        checkpoint: The dense checkpoint that has to hold them.
+        weights: All weights of the model.
     """
     found, missing, wrong = {}, [], []
     for weight in weights:
@@ -68,7 +72,12 @@ def _place(tensors: Mapping[str, TensorInfo], weight: Weight) -> SavedWeight | N
 
 
 def read(checkpoint: DenseCheckpoint, place: SavedWeight) -> torch.Tensor:
-    """One weight, on the CPU. Only pieces that have some of it are read. Raises UnreadableCheckpoint."""
+    """One weight, on the CPU. Only pieces that have some of it are read. Raises UnreadableCheckpoint.
+
+    Args:
+        checkpoint: The dense checkpoint.
+        place: Name, index, shape and dtype of the weight in it, from `places`.
+    """
     result, rows = torch.empty(place.shape, dtype=place.dtype), len(place.index)
     filled = 0
     for chunk in checkpoint.tensors[place.name].chunks:

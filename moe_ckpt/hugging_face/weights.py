@@ -15,13 +15,23 @@ class Form(Protocol):
     """How one tensor of Megatron is cut into several, and put together from them: numbers move, none changes."""
 
     def split(self, joined: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """The tensors of Hugging Face, of these shapes."""
+        """The tensors of Hugging Face.
+
+        Args:
+            joined: Megatron's tensor.
+            shapes: Shapes of the tensors to cut it into, in order.
+        """
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Megatron's tensor."""
 
     def fits(self, joined: Shape, shapes: Sequence[Shape]) -> bool:
-        """Whether a tensor of Megatron of this shape can be cut so."""
+        """Whether a tensor can be cut so.
+
+        Args:
+            joined: Shape of Megatron's tensor.
+            shapes: Shapes of the tensors to cut it into, in order.
+        """
 
 
 @dataclass(frozen=True)
@@ -29,12 +39,14 @@ class Rows:
     """Parts follow each other along the first axis: gate and gated in Megatron's `linear_fc1`, or one part."""
 
     def split(self, joined: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """As `Form.split`."""
         return list(joined.split([shape[0] for shape in shapes]))
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def fits(self, joined: Shape, shapes: Sequence[Shape]) -> bool:
+        """As `Form.fits`."""
         return joined == (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
@@ -48,6 +60,7 @@ class GroupedHeads:
     groups: int
 
     def split(self, joined: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """As `Form.split`."""
         sizes = [shape[0] // self.groups for shape in shapes]
         grouped = joined.reshape(self.groups, sum(sizes), -1)
         return [part.reshape(shape) for part, shape in zip(grouped.split(sizes, dim=1), shapes, strict=True)]
@@ -57,6 +70,7 @@ class GroupedHeads:
         return torch.cat([part.reshape(self.groups, -1, width) for part in parts], dim=1).reshape(-1, width)
 
     def fits(self, joined: Shape, shapes: Sequence[Shape]) -> bool:
+        """As `Form.fits`."""
         return joined == (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
@@ -65,12 +79,14 @@ class Vocabulary:
     """One row for each token; Megatron's tensor may have more rows, which pad the vocabulary and mean nothing."""
 
     def split(self, joined: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """As `Form.split`; Megatron's padding is left out."""
         return [joined[: shapes[0][0]]]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return parts[0]
 
     def fits(self, joined: Shape, shapes: Sequence[Shape]) -> bool:
+        """As `Form.fits`; Megatron's tensor may have more rows, as padding."""
         return joined[0] >= shapes[0][0] and joined[1:] == shapes[0][1:]
 
 

@@ -134,7 +134,12 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(needed: Mapping[str, Any], vocabulary: int) -> Iterator[Weight]:
-    """All tensors of a model with these arguments of Megatron."""
+    """All tensors of a model.
+
+    Args:
+        needed: Arguments of Megatron for this model.
+        vocabulary: Rows of the embedding in Hugging Face's tensors, without Megatron's padding.
+    """
     yield from ends(vocabulary, needed)
     hidden = needed["hidden_size"]
     for layer, experts in enumerate(moe_layers(needed)):

@@ -13,7 +13,12 @@ NORM_BEFORE_EXPERTS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.we
 
 
 def ends(vocabulary: int, arguments: Mapping[str, Any]) -> Iterator[Weight]:
-    """Embedding, last norm and output layer; a tied one has no tensor in either."""
+    """Embedding, last norm and output layer; a tied one has no tensor in either.
+
+    Args:
+        vocabulary: Rows of the embedding in Hugging Face's tensors, without Megatron's padding.
+        arguments: Arguments of Megatron for this model.
+    """
     hidden = arguments["hidden_size"]
     table = (vocabulary, hidden)
     yield Weight(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", table),), Vocabulary())
@@ -23,7 +28,12 @@ def ends(vocabulary: int, arguments: Mapping[str, Any]) -> Iterator[Weight]:
 
 
 def attention(layer: int, arguments: Mapping[str, Any]) -> Iterator[Weight]:
-    """Grouped-query attention of one layer with the norm before it, and those of queries and keys if there are."""
+    """Grouped-query attention of one layer with the norm before it, and those of queries and keys if there are.
+
+    Args:
+        layer: Number of the layer, from 0.
+        arguments: Arguments of Megatron for this model.
+    """
     at, values = f"model.layers.{layer}.", resolved(arguments)
     hidden, size, groups = values["hidden_size"], values["kv_channels"], values["num_query_groups"]
     heads = values["num_attention_heads"]
@@ -41,7 +51,13 @@ def attention(layer: int, arguments: Mapping[str, Any]) -> Iterator[Weight]:
 
 
 def norm_before_mlp(layer: int, hidden: int, *, experts: bool) -> Weight:
-    """The norm behind the attention of one layer."""
+    """The norm behind the attention of one layer.
+
+    Args:
+        layer: Number of the layer, from 0.
+        hidden: Hidden size of the model.
+        experts: Whether the layer has experts: Megatron then names the norm otherwise.
+    """
     names = NORM_BEFORE_EXPERTS if experts else NORM_BEFORE_EXPERTS[:1]
     return Weight(names, ((f"model.layers.{layer}.post_attention_layernorm.weight", (hidden,)),), layer=layer)
 
@@ -73,7 +89,14 @@ LLAMA_NAMES = ("gate_proj", "up_proj", "down_proj")
 def routed_experts(
     layer: int, theirs: str, arguments: Mapping[str, Any], names: tuple[str, str, str] = LLAMA_NAMES
 ) -> Iterator[Weight]:
-    """The router and the experts of one layer."""
+    """The router and the experts of one layer.
+
+    Args:
+        layer: Number of the layer, from 0.
+        theirs: Name of the layer's MLP module in Hugging Face.
+        arguments: Arguments of Megatron for this model.
+        names: Names of the gate, up and down projections of an expert in Hugging Face.
+    """
     hidden, experts = arguments["hidden_size"], arguments["num_experts"]
     gate = (f"model.layers.{layer}.{theirs}.gate.weight", (experts, hidden))
     yield Weight(("mlp.router.weight",), (gate,), layer=layer)
