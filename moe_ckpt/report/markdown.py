@@ -9,7 +9,12 @@ from .report import Report, Table, Unit, shown
 
 
 def as_markdown(report: Report, made_by: str) -> str:
-    """The report with its facts as a list, its tables, and its notes as paragraphs. `made_by`: the command."""
+    """The report with its facts as a list, its tables, and its notes as paragraphs.
+
+    Args:
+        report: The report.
+        made_by: The command that makes the page, for its first line.
+    """
     lines = [f"# {report.title}", "", f"Made by `{made_by}`. Written anew by each run.", ""]
     lines += [f"- {fact.name}: {shown(fact.value, fact.unit)}" for fact in report.facts]
     lines += [""] if report.facts else []

@@ -19,8 +19,12 @@ PATIENCE_S = 1.0
 def progress(label: str, total_bytes: int, *, counted: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar that the yielded function moves on by a number of bytes; it vanishes at the end.
 
-    counted: the numbers are no bytes. Silent where standard error is no terminal, and for work of less than PATIENCE_S
-    seconds.
+    Silent where standard error is no terminal, and for work of less than PATIENCE_S seconds.
+
+    Args:
+        label: Text before the bar.
+        total_bytes: Bytes of the whole work, or its count where `counted`.
+        counted: Whether the numbers are a count instead of bytes.
     """
     if not sys.stderr.isatty():
         yield lambda nbytes: None

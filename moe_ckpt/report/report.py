@@ -46,7 +46,13 @@ class Table:
 
 
 def table(title: str, columns: str, rows: Iterable[tuple[Any, ...]]) -> Table:
-    """A table. columns: names with ` | ` between them, each followed by `:unit` where its values are no texts."""
+    """A table of columns that are given as one text.
+
+    Args:
+        title: Title of the table.
+        columns: Names with ` | ` between them, each followed by `:unit` where its values are no texts.
+        rows: Values of each row, one for each column.
+    """
     names = (column.partition(":") for column in columns.split(" | "))
     return Table(title, tuple((name, cast("Unit", unit or "text")) for name, _, unit in names), tuple(rows))
 
@@ -68,7 +74,13 @@ class Report:
 
 
 def show(report: Report, as_json: bool, rows: int | None = None) -> None:
-    """Print a report. `rows` limits each table for a person and says how many are left out; JSON has them all."""
+    """Print a report.
+
+    Args:
+        report: The report.
+        as_json: Whether to print it as JSON, which has all rows.
+        rows: Most rows of a table for a person, who reads how many are left out; None: all.
+    """
     if as_json:
         click.echo(json.dumps(report.as_data(), indent=2))
         return
@@ -93,7 +105,12 @@ def show(report: Report, as_json: bool, rows: int | None = None) -> None:
 
 
 def shown(value: Any, unit: Unit) -> str:
-    """A figure as a person reads it. GB is 1e9 bytes."""
+    """A figure as a person reads it. GB is 1e9 bytes.
+
+    Args:
+        value: The figure in plain units, such as seconds or bytes; None is shown as `-`.
+        unit: How to write it.
+    """
     if value is None:
         return "-"
     if unit == "bytes":

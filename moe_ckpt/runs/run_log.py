@@ -172,7 +172,12 @@ class RunLog:
 
 
 def read_run(path: Path, name: str) -> RunLog:
-    """What is in a file by now. Raises UnreadableCheckpoint for one that has no line of a job, or cannot be read."""
+    """The log that a file has by now. Raises UnreadableCheckpoint for one that has no line of a job, or cannot be read.
+
+    Args:
+        path: The file of `--metrics-jsonl`.
+        name: Name of the run in reports.
+    """
     run, bad, first_bad, is_torn = RunLog(name), 0, 0, False
     try:
         with path.open("rb") as file:

@@ -76,7 +76,12 @@ class JobStatus:
 
 
 def status_of(text: bytes | str, *, is_alive: bool = True) -> RankStatus | None:
-    """From JSON; None for what no rank wrote."""
+    """The status that a rank wrote; None for any other text.
+
+    Args:
+        text: JSON, as it lies in the store or in a file.
+        is_alive: Whether the rank's process lives; True where that cannot be checked.
+    """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError, MemoryError):
@@ -110,9 +115,15 @@ _TEXTS = ("job", "node", "strategy", "protection", "persistence", "reason", "sto
 
 
 def job_status(memory_dir: Path, store: str | None, job: str | None) -> JobStatus:
-    """Of the job with this id, or of the only one that there is.
+    """The status of one job.
 
     Raises UsageError where there are several, UnreadableCheckpoint where there is none.
+
+    Args:
+        memory_dir: A `--moe-ckpt-memory-dir` on this node.
+        store: `HOST:PORT` of the job's store, which is asked instead of `memory_dir`; None: found by way of
+            `memory_dir`.
+        job: Id of the job in `memory_dir`; None: the only one that there is.
     """
     if store is not None:
         found = tuple(_in_store(store))
@@ -157,7 +168,13 @@ def log_status(path: Path) -> RankStatus:
 
 
 def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
-    """One screen."""
+    """The status of a job on one screen.
+
+    Args:
+        found: The status of its ranks.
+        now_s: Current time, in seconds since 1970.
+        silent_s: Seconds without a word after which a rank counts as silent.
+    """
     ranks, first = found.ranks, found.ranks[0]
     storage = [one for one in ranks if one.persistence is not None]
     facts = [
@@ -198,7 +215,13 @@ def _ago_s(at_s: float, now_s: float) -> float | None:
 
 
 def is_well(found: JobStatus, now_s: float, silent_s: float) -> bool:
-    """Whether all ranks have what was asked for, and have said so lately."""
+    """Whether all ranks have what was asked for, and have said so lately.
+
+    Args:
+        found: The status of the job's ranks.
+        now_s: Current time, in seconds since 1970.
+        silent_s: Seconds without a word after which a rank counts as silent.
+    """
     heard = len(found.ranks) >= found.ranks[0].world_size or not found.from_store
     return heard and not any(_trouble(one, now_s, silent_s)[0] for one in found.ranks)
 

@@ -50,7 +50,12 @@ class LivePage:
 
 
 def server(page: LivePage, port: int) -> ThreadingHTTPServer:
-    """Ready to `serve_forever`; port 0: any that is free. Raises UsageError for a port that cannot be had."""
+    """A server of the page, ready to `serve_forever`. Raises UsageError for a port that cannot be had.
+
+    Args:
+        page: The page to serve.
+        port: Port on localhost; 0: any free one.
+    """
     try:
         return ThreadingHTTPServer((ADDRESS, port), _handler(page.newest))
     except (OSError, OverflowError) as error:

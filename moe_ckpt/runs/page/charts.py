@@ -42,7 +42,15 @@ class Mark:
 def chart(
     title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, unit: str = "", from_zero: bool = False
 ) -> str:
-    """Curves over iterations; empty where no value is known."""
+    """Curves over iterations as HTML; empty where no value is known.
+
+    Args:
+        title: Title of the chart.
+        curves: The curves, drawn in this order.
+        marks: Vertical lines, of which `MOST_MARKS` are drawn.
+        unit: Unit of the values, shown with the title.
+        from_zero: Whether the axis of values includes 0.
+    """
     shown = [(curve, list(thinned(curve.points))) for curve in curves]
     points = [point for _, some in shown for point in some]
     if not points:
@@ -71,7 +79,14 @@ def chart(
 def bands(
     title: str, rows: Sequence[tuple[str, Sequence[tuple[float, float]]]], levels: Sequence[str], marks: Sequence[Mark]
 ) -> str:
-    """For each row, which level held when: points are (iteration, level); of a bucket the lowest level counts."""
+    """For each row, the level over iterations, as HTML; of a bucket the lowest level counts.
+
+    Args:
+        title: Title of the chart.
+        rows: Name and points of each row; a point is (iteration, index in `levels`).
+        levels: Names of the levels, lowest first.
+        marks: Vertical lines, of which `MOST_MARKS` are drawn.
+    """
     rows = [(name, points) for name, points in rows if points]
     if not rows:
         return ""
@@ -97,7 +112,12 @@ def bands(
 
 
 def stacked(parts: Iterable[tuple[str, float, str]], total: float) -> str:
-    """One bar: name, length, and the length in words, each part with a color of its own."""
+    """One bar as HTML, each part with a color of its own.
+
+    Args:
+        parts: Name, length, and the length in words of each part; parts without length are left out.
+        total: Length of the whole bar, in the unit of the parts.
+    """
     found = [(name, length, text) for name, length, text in parts if length > 0]
     bar = "".join(
         f'<i class="p{at % 10}" style="width:{100 * length / total:.3f}%" title="{escape(name)}: {escape(text)}"></i>'
@@ -116,7 +136,12 @@ def legend(keys: Iterable[tuple[str, str]]) -> str:
 
 
 def thinned(points: Sequence[tuple[float, float]], buckets: int = BUCKETS) -> Iterator[tuple[float, float]]:
-    """Of each of at most so many buckets of known points the lowest and the highest, in their order."""
+    """Of each bucket of known points the lowest and the highest, in their order.
+
+    Args:
+        points: (x, y), ascending by x; y is NaN where nothing is known.
+        buckets: Most buckets to divide the points into.
+    """
     known = [point for point in points if not math.isnan(point[1])]
     size = -(-len(known) // buckets)
     if size <= 2:
@@ -129,7 +154,13 @@ def thinned(points: Sequence[tuple[float, float]], buckets: int = BUCKETS) -> It
 
 
 def scale(lowest: float, highest: float, count: int = 4) -> tuple[float, float, list[float]]:
-    """Bottom, top and ticks of an axis that has these values."""
+    """Bottom, top and ticks of an axis.
+
+    Args:
+        lowest: Smallest value on the axis.
+        highest: Largest value on the axis.
+        count: About how many steps to divide the axis into.
+    """
     if highest <= lowest:
         highest = lowest + (abs(lowest) or 1.0)
     rough = (highest - lowest) / count

@@ -11,7 +11,13 @@ __all__ = ["duration", "escape", "figures", "nbytes", "share", "short", "table"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A table of texts, escaped here; the first of a row is its heading, and columns of numbers are aligned as such."""
+    """A table as HTML; the first cell of a row is its heading, and columns of numbers are aligned as such.
+
+    Args:
+        head: Names of the columns, escaped here.
+        rows: Texts of each row, one for each column, escaped here.
+        caption: Caption of the table, escaped here; empty: none.
+    """
     found = [*rows]
     numeric = [bool(found) and all(_IS_NUMBER.match(row[at]) for row in found) for at in range(len(head))]
     title = f"<caption>{escape(caption)}</caption>" if caption else ""

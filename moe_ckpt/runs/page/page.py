@@ -77,7 +77,13 @@ document.querySelectorAll('details').forEach((d,at)=>{if(at<was.length)d.open=wa
 
 
 def render(runs: Sequence[Run], made_s: float, watch_s: float | None = None) -> str:
-    """The page as HTML of its own. made_s: when, in seconds since 1970. watch_s: it renews itself so often."""
+    """The whole page as HTML that needs no other file.
+
+    Args:
+        runs: The runs to show, at least one.
+        made_s: Time at which the page was made, in seconds since 1970.
+        watch_s: Seconds after which the page renews itself; None: it does not.
+    """
     title = "Run report: " + ", ".join(run.name for run in runs)
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made_s))
     several = len(runs) > 1

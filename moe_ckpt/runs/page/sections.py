@@ -187,7 +187,12 @@ def _change(before: tuple[float, float], now: tuple[float, float]) -> str:
 
 
 def points(run: Run, name: str) -> Sequence[tuple[float, float]]:
-    """A column of the reports that count, over iterations."""
+    """A column over iterations, of the reports that count.
+
+    Args:
+        run: The run.
+        name: Name of the column in its log.
+    """
     iterations, column = run.log.columns["iteration"], run.log.columns[name]
     return [(iterations[at], column[at]) for at in run.kept]
 
