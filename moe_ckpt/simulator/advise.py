@@ -30,7 +30,12 @@ def advise(question: Question, systems: Iterable[str] = SYSTEMS, done: Callable[
     """Try every setting of these systems, refuse those that do not fit, and recommend one.
 
     Exact systems are preferred to lossy ones whenever their ETTR is not lower by more than noise; among equals of a
-    kind the higher ETTR counts. done: called after each system. Raises UsageError for a system that is not known.
+    kind the higher ETTR counts. Raises UsageError for a system that is not known.
+
+    Args:
+        question: The job, its cluster, the mean time between faults and the memory limit.
+        systems: Names of the systems to try, keys of `SYSTEMS`.
+        done: Called after each system, for a progress bar.
     """
     choices, impossible = [], {}
     for name in systems:
@@ -56,7 +61,13 @@ def recommended(usable: Sequence[Choice]) -> Choice | None:
 
 
 def reasons(question: Question, choices: Sequence[Choice], chosen: Choice | None) -> Iterator[str]:
-    """Why this one, what it costs, what the others lack, and what is refused."""
+    """Why this one, what it costs, what the others lack, and what is refused.
+
+    Args:
+        question: The question that was asked.
+        choices: The best setting of each system, refused ones included, in the order in which they are reported.
+        chosen: The recommended one of `choices`; None: none can be used.
+    """
     if chosen is None:
         yield "No system can be used: give checkpoints more host memory, or train on more nodes."
     else:
@@ -71,7 +82,13 @@ def reasons(question: Question, choices: Sequence[Choice], chosen: Choice | None
 
 
 def explanation(question: Question, choices: Sequence[Choice], chosen: Choice | None) -> Iterator[str]:
-    """What is gained, where a fault's time goes, and what the next best exact system lacks."""
+    """What is gained, where a fault's time goes, and what the next best exact system lacks.
+
+    Args:
+        question: The question that was asked.
+        choices: The best setting of each system, refused ones included, in the order in which they are reported.
+        chosen: The recommended one of `choices`; None: none can be used.
+    """
     if chosen is None:
         yield "No system can be used: give checkpoints more host memory, or train on more nodes."
         return

@@ -91,15 +91,23 @@ class Behaviour:
     lost_tokens: float = 0.0
 
     def strike(self, iteration: int, *, nodes: Nodes, down: Nodes | None = None) -> RecoveryCost:
-        """What a fault of `nodes` costs that cuts off iteration number `iteration`, counted from 0.
+        """The cost of one fault.
 
-        Where a fault begins a recovery anew, `nodes` are those of both. down: those whose memory is empty now, wherever
-        they recover, without those whose memory has been filled again; None: `nodes`.
+        Args:
+            iteration: Number of the iteration that the fault cuts off, counted from 0.
+            nodes: Nodes that failed. Where the fault restarts a recovery that is under way, the nodes of both.
+            down: Nodes whose memory is empty now, wherever they recover, without nodes whose memory has been filled
+                again; None: `nodes`.
         """
         return self.recover(iteration, nodes, nodes if down is None else down)
 
     def restarts(self, ongoing: Nodes, nodes: Nodes) -> bool:
-        """Whether a fault of `nodes` begins the recovery of `ongoing` anew; if not, the two go on side by side."""
+        """Whether a fault makes a recovery that is under way start again; if not, both run at the same time.
+
+        Args:
+            ongoing: Nodes that the recovery under way restores.
+            nodes: Nodes of the new fault.
+        """
         return self.joint is None or self.joint(ongoing, nodes)
 
     def fresh(self) -> Behaviour:

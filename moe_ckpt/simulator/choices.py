@@ -144,6 +144,10 @@ def best_of(question: Question, name: str) -> Choice:
     That is the most replicas that cost no more than `PROTECTION` of the ETTR, with these the highest ETTR, and of equal
     ones the one that takes least memory. Where none fits, it is the one that takes least, refused. Raises UsageError as
     the system.
+
+    Args:
+        question: The job, its cluster, the mean time between faults and the memory limit.
+        name: Name of the system, a key of `SYSTEMS`.
     """
     systems = list(variants(SYSTEMS[name], question.nodes))
     tried = [(one, node_bytes(question.setting, one, question.behaviour(one))) for one in systems]
@@ -162,7 +166,12 @@ def best_of(question: Question, name: str) -> Choice:
 
 
 def too_much(question: Question, taken_bytes: int) -> str:
-    """The refusal of what does not fit."""
+    """The refusal of what does not fit.
+
+    Args:
+        question: Gives the memory limit of a node.
+        taken_bytes: Host memory that the setting needs on a node, in bytes.
+    """
     return (
         f"needs {taken_bytes / 1e9:,.1f} GB of host memory on a node, but {question.limit_bytes / 1e9:,.1f} GB are"
         " allowed"
@@ -170,7 +179,12 @@ def too_much(question: Question, taken_bytes: int) -> str:
 
 
 def variants(system: CheckpointSystem, nodes: int) -> Iterator[CheckpointSystem]:
-    """The system with every combination of values in `TRIED`; a node has replicas on at most all others."""
+    """The system with every combination of values in `TRIED`; a node has replicas on at most all others.
+
+    Args:
+        system: The system whose fields named in `TRIED` are varied; its other fields stay.
+        nodes: Nodes of the job.
+    """
     names = [name for name in TRIED if hasattr(system, name)]
     for values in itertools.product(*(TRIED[name] for name in names)):
         given = dict(zip(names, values, strict=True))
@@ -179,7 +193,12 @@ def variants(system: CheckpointSystem, nodes: int) -> Iterator[CheckpointSystem]
 
 
 def noise(one: Choice, other: Choice) -> float:
-    """By how much two ETTRs of the same faults may differ by chance: half the 95 % interval of their difference."""
+    """By how much two ETTRs of the same faults may differ by chance: half the 95 % interval of their difference.
+
+    Args:
+        one: A choice with its simulated ETTRs.
+        other: Another choice, simulated with the same faults in the same order.
+    """
     differences = [mine - theirs for mine, theirs in zip(one.ettrs, other.ettrs, strict=True)]
     return max(LEAST_NOISE, estimate(differences).half_width)
 
@@ -222,7 +241,12 @@ def mean_parts(behaviour: Behaviour) -> dict[str, float]:
 
 
 def lost_share(run: SimulatedRun, tokens: int) -> float:
-    """PLT of a run: tokens whose updates are lost, of all that were trained."""
+    """PLT of a run: tokens whose updates are lost, of all that were trained.
+
+    Args:
+        run: The simulated run.
+        tokens: Tokens of one iteration of the job.
+    """
     return run.lost_tokens / (run.iterations * tokens) if run.iterations else 0.0
 
 
@@ -232,7 +256,12 @@ def slowest_goodput(run: SimulatedRun) -> float:
 
 
 def worst_case(behaviour: Behaviour, question: Question) -> tuple[float, int]:
-    """(seconds, iterations trained again) of the dearest fault of one node in the second half of a run."""
+    """(seconds, iterations trained again) of the dearest fault of one node in the second half of a run.
+
+    Args:
+        behaviour: The system in this job; it is copied for each fault and stays as it was.
+        question: Gives the length of a run in seconds, and the number of nodes.
+    """
     iterations = max(1, int(question.run_s / behaviour.iteration_s))
     span = min(2 * behaviour.interval, iterations)
     moments = {*range(iterations // 2, iterations // 2 + span, -(-span // 200)), iterations}

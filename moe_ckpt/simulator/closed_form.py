@@ -13,6 +13,11 @@ def ettr(behaviour: Behaviour, mtbf_s: float, duration_s: float = 12 * 3600.0) -
     Where faults change a strategy, it is the mean over a run of `duration_s` seconds, for each stretch between faults
     with both factors as the faults so far have left them; otherwise the duration does not matter.
     Raises UsageError for times that are not above 0 and finite.
+
+    Args:
+        behaviour: The system in its job; it is copied and stays as it was.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+        duration_s: Length of the run in wall-clock seconds.
     """
     positive("mtbf_s", mtbf_s)
     positive("duration_s", duration_s)

@@ -53,8 +53,12 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def read_object(path: Path, name: str = "") -> dict[str, Any]:
-    """The JSON object in a file, called `name` in errors. Raises UsageError for a file that cannot be read or has
-    something else."""
+    """The JSON object in a file. Raises UsageError for a file that cannot be read or has something else.
+
+    Args:
+        path: The file, UTF-8, of at most `LARGEST_FILE_BYTES`.
+        name: Name of the file in errors; empty: its path.
+    """
     name = name or str(path)
     try:
         with path.open("rb") as opened:
@@ -73,7 +77,12 @@ def read_object(path: Path, name: str = "") -> dict[str, Any]:
 
 
 def cluster_from(values: dict[str, Any], where: str) -> Cluster:
-    """The cluster with these fields. Raises UsageError, naming `where`, for fields and values that no cluster has."""
+    """The cluster with these fields. Raises UsageError for fields and values that no cluster has.
+
+    Args:
+        values: The fields by name, as JSON has them.
+        where: Name of the source in errors, such as a path.
+    """
     for key in values:
         if key not in _FIELDS:
             likely = difflib.get_close_matches(key[:100], _FIELDS, n=1)

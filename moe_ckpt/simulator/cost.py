@@ -80,9 +80,13 @@ def operator_flops(
     """FLOPs of each operator for one input token, forward and backward, averaged over tokens.
 
     Two per parameter and multiplication, of which there are three: forward, input gradients, weight gradients. With
-    attention come the scores of a sequence of `seq_length`, of which causal kernels compute half (6 s h), with the
-    output layer its multiplication also where it shares the embedding's weights; the embedding is a look-up.
-    `popularity`: how often each expert is chosen, in any unit; None: all alike.
+    attention come the scores of a sequence, of which causal kernels compute half (6 s h), with the output layer its
+    multiplication also where it shares the embedding's weights; the embedding is a look-up.
+
+    Args:
+        shape: The model.
+        seq_length: Tokens of a sequence.
+        popularity: How often each expert is chosen, in any unit; None: all alike.
     """
     chosen, found = _chosen(shape, popularity or {}), {}
     for operator, parameters in shape.parameters.items():
@@ -119,6 +123,11 @@ def iteration_cost(job: TrainingJob, cluster: Cluster, utilisation: Utilisation)
     of the distributed optimizer, all of which wait for the last backward pass; the optimizer's step. Stage boundaries
     hide behind other microbatches, context parallelism's exchange behind attention; no activations are recomputed.
     Raises UsageError for a job whose layers cannot fill its stages, and a cluster without a rate for its element size.
+
+    Args:
+        job: The model, its layout, batch and precision.
+        cluster: Rates of the GPUs and of the links between them.
+        utilisation: Shares of these rates that training reaches.
     """
     parts = _Parts(job, cluster, utilisation)
     seconds = [parts.stage_s(stage) for stage in parts.stages]
@@ -138,6 +147,11 @@ def network_busy_s(job: TrainingJob, cluster: Cluster, utilisation: Utilisation)
 
     Stage boundaries, expert parallelism over nodes, gradients and parameters, whether or not computation hides them:
     what checkpoints send to other nodes has to wait. Raises UsageError as `iteration_cost`.
+
+    Args:
+        job: The model, its layout, batch and precision.
+        cluster: Rates of the GPUs and of the links between them.
+        utilisation: Shares of these rates that training reaches.
     """
     parts = _Parts(job, cluster, utilisation)
     return max(parts.network_s(number, stage) for number, stage in enumerate(parts.stages))

@@ -198,10 +198,19 @@ def strategy_job(
     iterations: int = ENDLESS,
     frozen_experts: bool = False,
 ) -> Job:
-    """What a strategy is told of a job, of `tokens` per iteration, which trains routed experts unless they are frozen.
+    """The job as a strategy sees it.
 
     One rank stands for all at the same pipeline stage and expert-parallel rank. In a job the distributed optimizer cuts
     shards at any byte, so operators of a rank may differ from these by a few bytes.
+
+    Args:
+        shape: The model.
+        topology: The rank layout.
+        precision: Bytes per parameter of each part of the state.
+        config: The checkpoint flags.
+        tokens: Tokens of one iteration.
+        iterations: Length of the job, in iterations.
+        frozen_experts: Whether routed experts are not trained.
     """
     sizes = shard_sizes(shape, topology, precision, frozen_experts=frozen_experts)
     lanes = owned_operators(shape, topology).values()
@@ -219,20 +228,37 @@ def strategy_job(
 
 
 def tied_embeddings(shape: ModelShape, topology: Topology) -> bool:
-    """Whether the first and the last pipeline stage share the embeddings."""
+    """Whether the first and the last pipeline stage share the embeddings.
+
+    Args:
+        shape: The model; says whether embedding and output layer share their weights.
+        topology: The rank layout; with one pipeline stage nothing is shared between stages.
+    """
     return not shape.untie_embeddings_and_output_weights and topology.pp > 1
 
 
 def layer_job(experts: int, topk: int, tokens: int, iterations: int, **flags: Any) -> Job:
-    """A job of one MoE layer on one rank, which stands for all layers where these are alike."""
+    """A job of one MoE layer on one rank, which stands for all layers where these are alike.
+
+    Args:
+        experts: Number of experts of the layer; 0: a dense layer.
+        topk: Experts that the router chooses for each token.
+        tokens: Tokens of one iteration.
+        iterations: Length of the job, in iterations.
+        **flags: Fields of `MoECheckpointConfig`.
+    """
     operators = tuple(sorted([NON_EXPERT, *(expert(0, index) for index in range(experts))]))
     return Job(MoECheckpointConfig(**flags), operators, Topology(1), tokens, iterations, topk=topk)
 
 
 def plan_bytes(plan: SnapshotPlan, sizes: Mapping[OperatorId, OperatorSize], precision: Precision | None = None) -> int:
-    """What a rank that owns operators of these sizes copies of a snapshot.
+    """Bytes that a rank copies for one snapshot.
 
-    precision: for plans of which some parts are neither everything nor the weights alone, as scopes of `pec` make them.
+    Args:
+        plan: The parts of each operator that the snapshot has.
+        sizes: Operators of which the rank owns shards, with the bytes of these.
+        precision: Bytes per parameter of each part, for plans with parts other than the complete state or the weights
+            alone, as scopes of `pec` make them; None: the plan has no such parts.
     """
     total = 0
     for operator, size in sizes.items():

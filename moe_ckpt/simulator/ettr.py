@@ -10,8 +10,12 @@ from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, pos
 def expected_recovery_s(iteration_time_s: float, interval: int, restart_s: float = 0.0) -> float:
     """E[R] of dense checkpoints (MoEvement 2.4, 3.6): half an interval is run again, after a constant restart.
 
-    The paper's closed form has no restart; give what detection, spawning and loading take. Raises UsageError for times
-    that are negative or not finite, and an interval below 1.
+    Raises UsageError for times that are negative or not finite, and an interval below 1.
+
+    Args:
+        iteration_time_s: T_iter, seconds of an iteration.
+        interval: Iterations between two checkpoints.
+        restart_s: Seconds that detection, spawning and loading take; 0 as in the paper's closed form.
     """
     positive("iteration_time_s", iteration_time_s)
     not_negative("restart_s", restart_s)
@@ -23,9 +27,15 @@ def ettr(
 ) -> float:
     """Effective training time ratio, between 0 and 1 (MoEvement 2.4 and App. C).
 
-    1 / (1 + T_ckpt / (T_iter I)) x 1 / (1 + E[R] / MTBF): `checkpoint_overhead_s` is what one checkpoint adds to the
-    training time, paid every `interval` iterations. Raises UsageError for times that are negative or not finite, and an
-    iteration time, mean time between failures or interval of 0.
+    1 / (1 + T_ckpt / (T_iter I)) x 1 / (1 + E[R] / MTBF). Raises UsageError for times that are negative or not finite,
+    and an iteration time, mean time between failures or interval of 0.
+
+    Args:
+        iteration_time_s: T_iter, seconds of an iteration.
+        checkpoint_overhead_s: T_ckpt, seconds that one checkpoint adds to the training time.
+        interval: I, iterations between two checkpoints.
+        expected_recovery_s: E[R], mean seconds that a failure costs.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
     """
     positive("iteration_time_s", iteration_time_s)
     not_negative("checkpoint_overhead_s", checkpoint_overhead_s)
@@ -43,10 +53,17 @@ def gemini_oracle(
     max_interval: int,
     restart_s: float = 0.0,
 ) -> int:
-    """The interval of 1..`max_interval` iterations with the highest ETTR; of equals the smallest (MoEvement 5.2).
+    """The interval with the highest ETTR; of equals the smallest (MoEvement 5.2).
 
     It needs to know the mean time between failures, which a running job does not: an upper bound for any policy that
     fixes an interval. Raises UsageError as `ettr` does.
+
+    Args:
+        iteration_time_s: T_iter, seconds of an iteration.
+        checkpoint_overhead_s: T_ckpt, seconds that one checkpoint adds to the training time.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+        max_interval: The largest interval to try, in iterations; the smallest is 1.
+        restart_s: Seconds that detection, spawning and loading take.
     """
     whole("max_interval", max_interval, 1)
 
@@ -83,9 +100,13 @@ class TrainingRun:
 
 
 def moc_save_overhead_s(snapshot_s: float, forward_backward_s: float) -> float:
-    """O_save of MoC eq. 10: the seconds by which a snapshot outlasts the forward and backward passes beside it.
+    """O_save of MoC eq. 10: the seconds by which a snapshot outlasts the forward and backward passes.
 
     Raises UsageError for times that are negative or not finite.
+
+    Args:
+        snapshot_s: Seconds of the snapshot's copy, which overlaps the passes.
+        forward_backward_s: Seconds of the forward and backward passes of one iteration.
     """
     not_negative("snapshot_s", snapshot_s)
     not_negative("forward_backward_s", forward_backward_s)
@@ -98,6 +119,11 @@ def moc_overhead_s(save_s: float, interval: int, run: TrainingRun) -> float:
     The paper adds I_ckpt / 2 iterations to seconds; here the lost iterations count with the time they take. Two
     strategies compare as eq. 14 to 16 say: by `save_s` and `interval` alone. Raises UsageError for a `save_s` that is
     negative or not finite, and an interval below 1.
+
+    Args:
+        save_s: O_save, seconds that one checkpoint adds to the training time.
+        interval: I_ckpt, iterations between two checkpoints.
+        run: Iterations, seconds of one, restart time and expected faults of the run.
     """
     not_negative("save_s", save_s)
     lost_s = whole("interval", interval, 1) / 2 * run.iteration_time_s

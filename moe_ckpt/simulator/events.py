@@ -64,11 +64,16 @@ class Estimate:
 
 
 def simulate(behaviour: Behaviour, faults: Sequence[Fault], duration_s: float) -> SimulatedRun:
-    """Train for `duration_s` seconds of wall-clock time, from the start, with these faults.
+    """Train from the start with these faults.
 
-    Faults strike training and recoveries alike. One that strikes a recovery begins it anew with all nodes that are
-    down, or, where the strategy keeps recoveries apart, goes beside it; the slowest then counts. A failed node is
+    Faults strike training and recoveries alike. One that strikes a recovery restarts it with all nodes that are down,
+    or, where the strategy keeps recoveries apart, runs at the same time; the slowest then counts. A failed node is
     replaced at once. Raises UsageError for a duration that is not above 0, and faults that are not in order of time.
+
+    Args:
+        behaviour: The system in its job; it is copied and stays as it was.
+        faults: The faults in order of time; those after the end do nothing.
+        duration_s: Length of the run in wall-clock seconds.
     """
     positive("duration_s", duration_s)
     run = _Running(behaviour.fresh(), duration_s)

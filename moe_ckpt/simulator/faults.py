@@ -27,10 +27,16 @@ class Fault:
 
 
 def poisson(mtbf_s: float, duration_s: float, nodes: int, seed: int) -> tuple[Fault, ...]:
-    """Faults of a Poisson process with this mean time between them, on nodes 0..`nodes` - 1, all as likely.
+    """Faults of a Poisson process, each on one node, all nodes equally likely.
 
-    The same seed gives the same faults, and at another `mtbf_s` the same ones closer together or further apart.
-    Raises UsageError for times that are not above 0 and finite, and no nodes.
+    The same seed gives the same faults, and at another `mtbf_s` the same ones closer together or further apart. Raises
+    UsageError for times that are not above 0 and finite, and no nodes.
+
+    Args:
+        mtbf_s: Mean time between faults of the whole job, in seconds.
+        duration_s: Length of the run in seconds; no fault comes later.
+        nodes: Number of nodes; faults strike 0 to `nodes` - 1.
+        seed: Seed of the random numbers.
     """
     positive("mtbf_s", mtbf_s)
     positive("duration_s", duration_s)
@@ -50,9 +56,12 @@ def poisson(mtbf_s: float, duration_s: float, nodes: int, seed: int) -> tuple[Fa
 def load_trace(path: Path, nodes: int | None = None) -> tuple[Fault, ...]:
     """Faults from a CSV file with the columns `at_s` and `nodes` (numbers, with blanks between), in order of time.
 
-    nodes: of the job; None: any number may be named.
-    Raises UsageError, with the line, for what is no number and for nodes that the job has not, and for a file that
-    cannot be read.
+    Raises UsageError, with the line, for a value that is no number and for nodes that the job has not, and for a file
+    that cannot be read.
+
+    Args:
+        path: The CSV file, UTF-8.
+        nodes: Number of nodes of the job; None: any node may be named.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:

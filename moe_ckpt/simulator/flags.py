@@ -20,7 +20,12 @@ STRATEGIES = {
 
 
 def flags_of(question: Question, choice: Choice) -> str:
-    """The flags, on one line; empty for no checkpoints."""
+    """The flags, on one line; empty for no checkpoints.
+
+    Args:
+        question: The job and its cluster.
+        choice: The system and setting to write as flags.
+    """
     made = _FLAGS.get(choice.system)
     return made(question, choice) if made is not None and not choice.never else ""
 

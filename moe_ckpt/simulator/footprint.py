@@ -22,6 +22,11 @@ def node_bytes(setting: SystemSetting, system: CheckpointSystem, behaviour: Beha
     Each rank's snapshot lies in its own node's memory and in that of its replicas, which are spread evenly. Systems
     that checkpoint to storage hold one snapshot while it is uploaded; those that checkpoint to memory one that is
     complete and one under way. An unknown system is counted as the latter, with dense checkpoints.
+
+    Args:
+        setting: The job on its cluster.
+        system: The checkpoint system with its setting.
+        behaviour: The same system in this job; gives its window and share of experts.
     """
     return _HELD.get(system.name, _dense)(setting, system, behaviour)
 

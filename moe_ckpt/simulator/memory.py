@@ -36,13 +36,17 @@ class MemoryUse:
 
 
 def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> MemoryUse:
-    """What checkpoints and logs of a job take, with one window, or that of each lane (`shards.owned_operators`).
+    """The memory that checkpoints and logs of a job take.
 
     Published for Gemini are 26 bytes per parameter in all rows: two checkpoints of 12 (master weights and moments), and
-    the 2 of the compute weights once. X adds, for each operator, its WEIGHTS in the snapshots before its anchor; what
-    is published fits those of one window. The published Y (1.9, 4.2, 21.1 GB) is of the size of what one rank keeps,
+    the 2 of the compute weights once. X adds, for each operator, its WEIGHTS in the snapshots before its anchor; the
+    published sizes fit those of one window. The published Y (1.9, 4.2, 21.1 GB) is of the size of what one rank keeps,
     within a factor of 5 and in no fixed proportion: all ranks of a pipeline stage send the same, so the job's logs are
     larger by far, and the host memory of a real run has to have room for them.
+
+    Args:
+        job: The model, its layout, batch and precision.
+        windows: One window for all ranks, or the window of each lane (`shards.owned_operators`).
     """
     full = job.precision.full_bytes
     weights = job.precision.bytes_per_parameter(Part.COMPUTE)
@@ -56,7 +60,12 @@ def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> Memo
 
 
 def waiting_parameters(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> float:
-    """Parameters of which the snapshots of a window have WEIGHTS, counted once for each snapshot, of all ranks."""
+    """Parameters of which the snapshots of a window have WEIGHTS, counted once for each snapshot, of all ranks.
+
+    Args:
+        job: The model and its layout.
+        windows: One window for all ranks, or the window of each lane (`shards.owned_operators`).
+    """
     parameters = job.shape.parameters
     if isinstance(windows, Window):
         return sum(step * parameters[one] for step, group in enumerate(windows.groups) for one in group)
@@ -79,7 +88,13 @@ def logged_iterations(window_size: int) -> int:
 
 
 def logs_of_stage(job: TrainingJob, stage: int, iterations: int) -> int:
-    """Logs of so many iterations on one rank of the stage."""
+    """Bytes of boundary logs on one rank of a pipeline stage.
+
+    Args:
+        job: The model, its layout, batch and precision.
+        stage: Number of the pipeline stage.
+        iterations: Number of iterations of which logs are kept.
+    """
     topology = job.topology
     samples = -(-job.global_batch // (job.microbatches * topology.dp))
     shape = tensor_shape(topology, job.seq_length, samples, job.shape.hidden_size, sequence_parallel=topology.tp > 1)

@@ -51,6 +51,13 @@ def checkpoint_bytes(
 
     Eq. 6 is the scope `both`; the sizes of MoC Table 3 are those of TABLE_3_SCOPES.
     Raises UsageError for k outside of 1..num_experts.
+
+    Args:
+        shape: The model.
+        precision: Bytes per parameter of each part of the state.
+        k: K, experts per MoE layer in the checkpoint, from 1 to the number of experts.
+        scope: The parts of which only the chosen experts are saved.
+        stored: The parts of the state that a checkpoint has.
     """
     check_floor(k, shape.num_experts)
     experts = shape.expert_parameters

@@ -16,6 +16,10 @@ def paper_window(sizes: Sizes, budget_bytes: int) -> tuple[int, int]:
     S_Master + S_Optim and S_Compute, "per operator", are averages over all operators; they are compared exactly.
     The loop never tries fewer than 3 operators, so that 2 may be returned although they do not fit.
     Raises UsageError for a budget below 1 or no operators.
+
+    Args:
+        sizes: Bytes of each operator.
+        budget_bytes: Bytes that one snapshot may have.
     """
     whole("budget_bytes", budget_bytes, 1)
     total, active = len(sizes), len(sizes)
@@ -35,6 +39,12 @@ def paper_schedule(
 
     The bytes are those that the snapshots really have, so that `fits` tells whether counting was good enough.
     Raises UsageError as `paper_window`, and for an operator that occurs twice or has no size.
+
+    Args:
+        ordered: The operators in the order in which they are saved.
+        sizes: Bytes of each operator.
+        budget_bytes: Bytes that one snapshot may have.
+        first_iteration: Iteration of the window's first snapshot.
     """
     load = load_of(ordered, sizes)
     window, active = paper_window({operator: sizes[operator] for operator in ordered}, budget_bytes)

@@ -27,12 +27,17 @@ from .planning import LAST, PlannedJob
 
 
 def recovery_of(planned: PlannedJob, lost: Lost, iteration: int | None) -> tuple[RecoveryPlan, int]:
-    """What the strategy plans after a loss, and the iteration after which the job failed; None takes the worst one.
+    """The recovery that the strategy plans after a loss, and the iteration after which the job failed.
 
     Every snapshot was replicated before the next iteration. Lost ranks lose their process, lost nodes their memory as
     well; where boundary logs are kept, all others have parked their state.
 
     Raises UsageError where nothing was snapshotted by then, UnreadableCheckpoint where no state is left.
+
+    Args:
+        planned: The job with its strategy.
+        lost: Ranks and nodes that failed.
+        iteration: The last iteration before the failure; None: the worst one.
     """
     history = _history(planned, iteration)
     strategy = Driver(planned.job).strategy

@@ -92,11 +92,21 @@ class PlannedJob:
         return max(self.copied, key=lambda lane: (max(self.copied[lane]), [-at for at in lane]))
 
     def stall_s(self, lane: Lane, index: int) -> float:
-        """How long training waits for a snapshot of the turn that has no time left in an iteration."""
+        """Seconds that training waits for a snapshot that does not fit into an iteration.
+
+        Args:
+            lane: Pipeline stage and expert-parallel rank of the ranks that are asked for.
+            index: Number of the snapshot in the turn.
+        """
         return max(0.0, self.copied[lane][index] / self.setting.host_bytes_per_s - self.setting.iteration_s)
 
     def lag_s(self, lane: Lane, index: int) -> float:
-        """By how much its replicas take longer than the iterations until the next snapshot."""
+        """Seconds by which replicas of a snapshot take longer than the iterations until the next snapshot.
+
+        Args:
+            lane: Pipeline stage and expert-parallel rank of the ranks that are asked for.
+            index: Number of the snapshot in the turn.
+        """
         has_s = self.interval * self.setting.iteration_s
         return max(0.0, self.sent[lane][index] / self.setting.fetch_bytes_per_s - has_s)
 
@@ -180,12 +190,24 @@ def planned_job(
 
 
 def keeps_logs(job: Job, strategy: Strategy) -> bool:
-    """Whether boundary logs are kept."""
+    """Whether boundary logs are kept.
+
+    Args:
+        job: The job as the strategy sees it; gives the pipeline stages and `--moe-ckpt-recovery`.
+        strategy: Says of how many iterations it needs logs.
+    """
     return bool(strategy.logged) and job.topology.pp > 1 and job.config.recovery != "global"
 
 
 def node_bytes(job: Job, setting: SystemSetting, strategy: Strategy) -> int:
-    """What the ranks of a node take for snapshots, replicas, logs and parked state, each as the one that needs most."""
+    """Bytes of host memory that the ranks of a node take for snapshots, replicas, logs and parked state, each counted
+    as the rank that needs most.
+
+    Args:
+        job: The job as the strategy sees it.
+        setting: The same job on its cluster.
+        strategy: Gives the buffers of a rank, and of how many iterations it needs logs.
+    """
     topology, specs = setting.job.topology, strategy.buffer_specs()
     taken = 0
     for own in job.sizes.values():
@@ -196,7 +218,13 @@ def node_bytes(job: Job, setting: SystemSetting, strategy: Strategy) -> int:
 
 
 def log_bytes(job: Job, setting: SystemSetting, strategy: Strategy) -> int:
-    """Of boundary logs, on a rank of the stage that sends most."""
+    """Bytes of boundary logs on a rank of the stage that sends most.
+
+    Args:
+        job: The job as the strategy sees it.
+        setting: The same job on its cluster.
+        strategy: Says of how many iterations it needs logs.
+    """
     logged = strategy.logged if keeps_logs(job, strategy) else 0
     return max(logs_of_stage(setting.job, stage, logged) for stage in range(job.topology.pp))
 

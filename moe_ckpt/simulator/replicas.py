@@ -17,7 +17,12 @@ class Survival:
 
 
 def surviving(placement: Placement, lost_nodes: Collection[int]) -> Survival:
-    """Which of the owners on `lost_nodes` can be restored from a peer's memory, and which lose all copies."""
+    """Which of the owners on `lost_nodes` can be restored from a peer's memory, and which lose all copies.
+
+    Args:
+        placement: Nodes of the owners, and the peers that hold their replicas.
+        lost_nodes: Numbers of the nodes whose memory is gone.
+    """
     gone = set(lost_nodes)
     hit = [owner for owner, node in enumerate(placement.nodes) if node in gone]
     lost = tuple(owner for owner in hit if placement.holders(owner) <= gone)

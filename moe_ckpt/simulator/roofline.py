@@ -52,14 +52,26 @@ class Work:
     weight_bytes: float = 0.0
 
     def seconds(self, tokens: float, rates: Rates, ranks: int = 1) -> float:
-        """Of so many tokens on one of the GPUs that share the operator's weights, each as many as the others."""
+        """Seconds of this work on one of the GPUs that share the operator's weights.
+
+        Args:
+            tokens: Tokens of this GPU; each of the others has as many.
+            rates: FLOPs and bytes per second that kernels reach.
+            ranks: Number of GPUs that share the weights.
+        """
         moved = tokens * self.token_bytes + self.weight_bytes / ranks
         products_s = tokens * (self.flops / rates.flops + self.score_flops / rates.attention_flops)
         return products_s + moved / rates.memory_bytes_per_s
 
 
 def works(shape: ModelShape, seq_length: int, element_bytes: int) -> Iterator[tuple[OperatorId, Work]]:
-    """The work of each operator for one token of the model's input, averaged over tokens, all experts alike."""
+    """The work of each operator for one token of the model's input, averaged over tokens, all experts alike.
+
+    Args:
+        shape: The model.
+        seq_length: Tokens of a sequence.
+        element_bytes: Bytes of an element in matrix products: 2 for BF16, 1 for FP8.
+    """
     cast = 1.5 if element_bytes < SIXTEEN_BITS else 1.0
     for operator, parameters in shape.parameters.items():
         weights = PASSES * parameters * max(element_bytes, SIXTEEN_BITS)

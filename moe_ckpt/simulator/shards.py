@@ -9,6 +9,10 @@ def owned_operators(shape: ModelShape, topology: Topology) -> dict[tuple[int, in
     """Operators of which the ranks at (pipeline stage, expert-parallel rank) own shards, ascending.
 
     Raises UsageError when layers cannot fill the stages, or ep does not divide the experts.
+
+    Args:
+        shape: The model.
+        topology: The rank layout.
     """
     owned: dict[tuple[int, int], tuple[OperatorId, ...]] = {}
     for stage, operators in enumerate(shape.operators_of_stages(topology)):
@@ -31,6 +35,12 @@ def shard_sizes(
     Experts are split over their expert-tensor and expert-data-parallel ranks, all else over tensor, context and
     data-parallel ranks, as the distributed optimizer does; what tensor parallelism replicates (norms) counts as split.
     Frozen experts are weights and nothing else, which no optimizer shares out.
+
+    Args:
+        shape: The model.
+        topology: The rank layout.
+        precision: Bytes per parameter of each part of the state.
+        frozen_experts: Whether routed experts are not trained.
     """
     sizes = {
         operator: OperatorSize(
@@ -48,7 +58,12 @@ def shard_sizes(
 
 
 def sharing_ranks(operator: OperatorId, topology: Topology) -> int:
-    """How many ranks share the state of one operator with the distributed optimizer."""
+    """How many ranks share the state of one operator with the distributed optimizer.
+
+    Args:
+        operator: The operator; the group of an expert differs from that of all other operators.
+        topology: The rank layout.
+    """
     if operator.is_expert:
         return topology.expert_tp * topology.edp
     return topology.tp * topology.cp * topology.dp

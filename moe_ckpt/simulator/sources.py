@@ -66,7 +66,12 @@ class Sourced:
 
 
 def sourced(constants: Constants = THIS_PROJECT, utilisation: Utilisation = MEGATRON_UTILISATION) -> Iterator[Sourced]:
-    """All constants with their values and sources. Raises KeyError for one whose source nobody wrote down."""
+    """All constants with their values and sources. Raises KeyError for one whose source nobody wrote down.
+
+    Args:
+        constants: Constants of checkpoints and recoveries.
+        utilisation: Shares of the hardware's rates that training reaches.
+    """
     for field in fields(Constants):
         if field.name not in ("name", "source"):
             yield Sourced(field.name, getattr(constants, field.name), *CONSTANTS[field.name])

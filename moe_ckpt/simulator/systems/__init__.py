@@ -37,10 +37,14 @@ class CheckpointSystem(Protocol):
     def behaviour(
         self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
     ) -> Behaviour:
-        """What it does in this job with this mean time between failures.
+        """What the system does in a job.
 
-        popularity: share of the tokens by expert, the same in each layer, in any unit; None: all alike.
         Raises UsageError for a job whose layers cannot fill its stages, and for lossy systems and no experts.
+
+        Args:
+            setting: The job on its cluster.
+            mtbf_s: Mean time between failures of the whole job, in seconds.
+            popularity: Share of the tokens by expert, the same in each layer, in any unit; None: all alike.
         """
         ...
 

@@ -127,6 +127,11 @@ def adapted_interval(policy: str, costs: Costs, mtbf_s: float) -> int:
     """Iterations between two snapshots of `full` with `--moe-ckpt-interval-policy`, once it has measured these costs.
 
     What a snapshot has plays no part in that: the model is one operator.
+
+    Args:
+        policy: Value of the flag.
+        costs: Seconds of an iteration and of a snapshot, as a job measures them.
+        mtbf_s: Mean time between failures that the job is configured with, in seconds; below 1 counts as 1.
     """
     job = layer_job(0, 1, 1, ENDLESS, strategy="full", interval_policy=policy, mtbf_s=max(1.0, mtbf_s))
     driver = Driver(job, costs=lambda plan: costs)

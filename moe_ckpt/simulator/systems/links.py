@@ -58,8 +58,13 @@ class SystemSetting:
         return max(0.0, self.iteration_s - self.cost.network_busy_s)
 
     def slowed_s(self, nbytes: float, replicas: int) -> float:
-        """What training loses beside a copy of a rank's snapshot: it crosses the GPU's link to the host once, and the
-        host's links to the NIC once for each replica, which training uses too."""
+        """Seconds that training loses to the copy of a rank's snapshot: it crosses the GPU's link to the host once, and
+        the host's links to the NIC once for each replica, which training uses too.
+
+        Args:
+            nbytes: Bytes of the snapshot.
+            replicas: Peers that receive a copy.
+        """
         busy_s = nbytes * (1 + replicas) / self.cluster.host_link_bytes_per_s
         return self.constants.contention * busy_s
 
@@ -117,6 +122,12 @@ class SystemSetting:
         """All ranks start again from one state and train what came after it again.
 
         Copies in memory do not wait for that, but only for the nodes.
+
+        Args:
+            load_s: Seconds to load the state.
+            iterations: Iterations to train again.
+            replay_s: Seconds that these take.
+            from_storage: Whether the state comes from storage.
         """
         constants = self.constants
         return RecoveryCost(
@@ -131,7 +142,14 @@ class SystemSetting:
         )
 
     def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> RecoveryCost:
-        """The recovery of checkpoints that are taken at once: back to the newest usable one, and train again."""
+        """The recovery of checkpoints that are taken at once: back to the newest usable one, and train again.
+
+        Args:
+            iteration: Number of the iteration that the fault cuts off, counted from 0.
+            interval: Iterations between two checkpoints.
+            latency: Iterations from a checkpoint until it can be used.
+            load_s: Seconds to load the state.
+        """
         again = since(iteration, interval, latency)
         return self.restart(load_s, again, again * self.iteration_s)
 
@@ -146,16 +164,26 @@ class SystemSetting:
 
 
 def since(iteration: int, interval: int, latency: int) -> int:
-    """Whole iterations that a fault in iteration number `iteration` undoes.
+    """Whole iterations that a fault undoes.
 
-    States are captured after each `interval` iterations, and at the start, and can be used `latency` iterations later.
+    States are captured after each `interval` iterations, and at the start.
+
+    Args:
+        iteration: Number of the iteration that the fault cuts off, counted from 0.
+        interval: Iterations between two checkpoints.
+        latency: Iterations from a checkpoint until it can be used.
     """
     usable = iteration - latency
     return iteration - (usable // interval * interval if usable > 0 else 0)
 
 
 def needs_experts(system: str, job: TrainingJob) -> None:
-    """Raises UsageError unless the model has experts."""
+    """Raises UsageError unless the model has experts.
+
+    Args:
+        system: Name of the system in the error.
+        job: The job whose model is looked at.
+    """
     if not job.shape.moe_layers:
         raise UsageError(f"{system} leaves experts out of checkpoints, but {job.shape.name} has none: choose another")
 

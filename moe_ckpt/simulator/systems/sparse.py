@@ -62,7 +62,12 @@ class MoEvement:
         return setting.constants.replicas if self.replicas is None else self.replicas
 
     def schedules(self, setting: SystemSetting, popularity: Sequence[float] | None) -> dict[Lane, Schedule]:
-        """What the ranks of each lane copy in the windows that the strategy comes to plan in this job."""
+        """What the ranks of each lane copy in the windows that the strategy comes to plan in this job.
+
+        Args:
+            setting: The job on its cluster.
+            popularity: Share of the tokens by expert, the same in each layer, in any unit; None: all alike.
+        """
         plans, job = settled_window(setting, self.copies(setting), self.window, popularity), setting.job
         groups = tuple(
             tuple(one for one, part in plan.parts.items() if Part.MASTER_AND_MOMENTS in part) for plan in plans
@@ -85,8 +90,14 @@ def settled_window(
 ) -> list[SnapshotPlan]:
     """The plans of one window of `sparse` in this job, once its size and order have settled.
 
-    The strategy is told what the ranks of a real job would measure: that a copy to the host has the time of an
+    The strategy gets the costs that the ranks of a real job would measure: that a copy to the host has the time of an
     iteration, and that replicas of it take as long as the peers' links need while training leaves these alone.
+
+    Args:
+        setting: The job on its cluster.
+        replicas: Peers that keep a copy of each snapshot.
+        window: Iterations of a window; None: the strategy finds it (`auto`).
+        popularity: Share of the tokens by expert, the same in each layer, in any unit; None: all alike.
     """
     asked = (replicas, window, popularity and tuple(popularity))
     if asked in setting.settled:
@@ -111,7 +122,13 @@ def settled_window(
 
 
 def expected_costs(setting: SystemSetting, job: Job, replicas: int) -> Callable[[SnapshotPlan], Costs]:
-    """What a job measures of each snapshot: replicas take as long as links need while training leaves these alone."""
+    """What a job measures of each snapshot: replicas take as long as links need while training leaves these alone.
+
+    Args:
+        setting: The job on its cluster.
+        job: The same job as the strategy sees it; gives the bytes that each rank owns.
+        replicas: Peers that keep a copy of each snapshot.
+    """
     free = max(setting.free_s / setting.iteration_s, 1e-9)
 
     def costs(plan: SnapshotPlan) -> Costs:
@@ -131,7 +148,12 @@ def _next_window(driver: Driver) -> list[SnapshotPlan]:
 
 
 def token_counts(job: TrainingJob, popularity: Sequence[float] | None) -> list[list[int]]:
-    """Tokens of one iteration by MoE layer and expert, of the same `popularity` in each layer."""
+    """Tokens of one iteration by MoE layer and expert.
+
+    Args:
+        job: The model and its batch.
+        popularity: Share of the tokens by expert, the same in each layer, in any unit; None: all alike.
+    """
     shares = popularity or (1.0,) * job.shape.num_experts
     routed = job.tokens * max(1, job.shape.moe_router_topk) / sum(shares) if shares else 0.0
     row = [round(routed * share) for share in shares]
@@ -139,7 +161,12 @@ def token_counts(job: TrainingJob, popularity: Sequence[float] | None) -> list[l
 
 
 def expert_shares(job: TrainingJob, popularity: Sequence[float] | None) -> dict[OperatorId, float]:
-    """How often each expert of the model is chosen, in any unit; None: all alike."""
+    """How often each expert of the model is chosen, in any unit.
+
+    Args:
+        job: The job whose experts are listed.
+        popularity: Share of the tokens by expert, the same in each layer, in any unit; None: all alike.
+    """
     if popularity is None:
         return {operator: 1.0 for operator in job.shape.operators if operator.is_expert}
     return {operator: popularity[operator.expert] for operator in job.shape.operators if operator.is_expert}
