@@ -42,6 +42,7 @@ def advise(
     seeds: int,
     systems: tuple[str, ...],
 ) -> Report:
+    """See `HELP`; the option above each parameter explains it."""
     machine = flags.setting
     checked_mtbf(machine, mtbf_s)
     names = chosen_systems(systems)
@@ -60,7 +61,12 @@ def advise(
 
 
 def as_report(question: Question, advice: Advice) -> Report:
-    """Advice as a person reads it: flags to paste, why in three sentences, then systems by the papers' names."""
+    """Advice as a person reads it: flags to paste, why in three sentences, then systems by the papers' names.
+
+    Args:
+        question: The job, its cluster, the mean time between faults and the memory limit.
+        advice: The answer: the best setting of each system, and the recommended one.
+    """
     chosen = advice.recommended
     assumed = f"Rates and costs: {question.cluster.source}. {question.constants.source}"
     impossible = table("Cannot run this job", "system | why", advice.impossible.items())

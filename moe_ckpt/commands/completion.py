@@ -30,6 +30,7 @@ bash has to be 4.4 or newer. Exit codes: 0 printed, 2 wrong usage.
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
+    """See `HELP`; the argument above explains `shell`."""
     script = get_completion_class(shell)
     assert script is not None, shell
     click.echo(script(context.find_root().command, {}, "moe-ckpt", VARIABLE).source())

@@ -133,6 +133,7 @@ def convert(
     out: Path,
     flags: tuple[str, ...],
 ) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     if (to is None) == (kind is None):
         raise UsageError("give one of --to dense, --to hf and --from hf")
     if to != "hf" and (hf_model or max_shard_size):

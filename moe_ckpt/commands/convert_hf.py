@@ -17,7 +17,15 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def to_hugging_face(
     source: Path, out: Path, hf_model: Path | None, max_shard_size: str | None
 ) -> tuple[str, dict[str, Any]]:
-    """Export a dense checkpoint; what to say of it, and as data."""
+    """Export a dense checkpoint. Returns a sentence for the user, and the same as data.
+
+    Args:
+        source: Folder of the dense checkpoint.
+        out: Folder to write.
+        hf_model: Folder with the config and tokenizer to carry along; None: the files that an import left
+            next to the checkpoint, else a config made from its arguments.
+        max_shard_size: Most bytes of a file of weights, such as `2GB`; None: as `ExportRequest.most_bytes`.
+    """
     most_bytes = None if max_shard_size is None else _bytes(max_shard_size)
     load_megatron_core()
     from ..hugging_face.exporting import ExportRequest, export
@@ -30,7 +38,12 @@ def to_hugging_face(
 
 
 def from_hugging_face(source: Path, out: Path) -> tuple[str, dict[str, Any]]:
-    """Import a folder of Hugging Face; what to say of it, and as data."""
+    """Import a folder of Hugging Face. Returns a sentence for the user, and the same as data.
+
+    Args:
+        source: Folder of Hugging Face with config and weights.
+        out: Folder to write, for `--load`.
+    """
     load_megatron_core()
     from ..hugging_face.importing import flags, import_weights
 

@@ -42,7 +42,12 @@ class Counts:
 
 
 def load_counts(path: Path | None, shape: ModelShape) -> Counts:
-    """The tokens of the file, else 1 for each expert. Raises UsageError for a file that does not fit the model."""
+    """The tokens of the file, else 1 for each expert. Raises UsageError for a file that does not fit the model.
+
+    Args:
+        path: JSON file of tokens by layer and expert; None: 1 token for each expert.
+        shape: The model, whose MoE layers and experts the file has to match.
+    """
     layers = shape.moe_layers
     if path is None:
         return Counts(layers, (((1,) * shape.num_experts,) * len(layers),))

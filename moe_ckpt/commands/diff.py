@@ -50,6 +50,7 @@ _COLUMNS = "entry | what | first | second | index | differing:count | elements:c
 @click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Rows to print; 0 for all.")
 @click.pass_context
 def diff(context: click.Context, first: str, second: str, everything: bool, as_json: bool, rows: int) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     from moe_ckpt.checkpoints.places import locate
 
     locations = locate(first), locate(second)

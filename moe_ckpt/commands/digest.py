@@ -34,6 +34,7 @@ initialises.
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts, and the number of entries, as JSON.")
 def digest(directory: Path, as_json: bool) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     # torch is imported only when there is something to read: --help stays quick.
     from ..dense.dense import open_dense
     from ..dense.digest import digest_components, total_digest

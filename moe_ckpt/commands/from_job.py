@@ -40,9 +40,13 @@ class Measured:
     recoveries: int
 
     def applied(self, machine: SystemSetting, *, replicas: int) -> SystemSetting:
-        """The same job with what was measured in the place of what is estimated.
+        """The same job with measured values in the place of estimated ones.
 
         A rate to peers only raises the cluster's: a job that copies little does not show what its links carry.
+
+        Args:
+            machine: The job on its cluster, with estimated rates and costs.
+            replicas: Copies of each snapshot that the measured job is taken to have sent to peers.
         """
         cost = machine.cost.lasting(self.iteration_s)
         cluster, constants = machine.cluster, machine.constants

@@ -66,6 +66,7 @@ def gc(
     as_json: bool,
     rows: int,
 ) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     from moe_ckpt.checkpoints.location import GcLimits
     from moe_ckpt.checkpoints.places import locate
 

@@ -48,6 +48,7 @@ UNCHECKED = "Bytes were not checked: moe-ckpt verify {} reads them."
 @click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Of each table; 0 for all.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, with plain numbers.")
 def inspect(place: str, tensors: str | None, rows: int, as_json: bool) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     from moe_ckpt.checkpoints.places import locate
 
     location = locate(place)

@@ -138,7 +138,17 @@ def number(
     metavar: str = "N",
     show_default: bool = False,
 ) -> Callable[..., Any]:
-    """A flag for a whole number."""
+    """A flag for a whole number.
+
+    Args:
+        *names: Names of the flag, as `click.option` takes them.
+        default: Value without the flag; None: the flag may be missing.
+        help: Text in `--help`.
+        minimum: Smallest value that is accepted.
+        maximum: Largest value that is accepted.
+        metavar: Name of the value in `--help`.
+        show_default: Whether `--help` shows the default.
+    """
     kind = _Whole(minimum, maximum)
     return click.option(*names, type=kind, default=default, metavar=metavar, show_default=show_default, help=help)
 
@@ -212,10 +222,14 @@ def _shared() -> Iterator[Callable[..., Any]]:
 
 
 def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
-    """The job of these parameters and of the other words of its command line.
+    """The job that a command line describes.
 
-    Raises UsageError for values that no job can have, for a batch that does not fit the layout, and for no such
-    cluster or model; UnreadableCheckpoint for a `--from` that no job wrote.
+    Raises UsageError for values that no job can have, for a batch that does not fit the layout, and for no such cluster
+    or model; UnreadableCheckpoint for a `--from` that no job wrote.
+
+    Args:
+        given: Values of the shared options by parameter name, as click converted them; entries are removed.
+        others: The other words of the command line, which are flags of the job.
     """
     parser = _job_parser()
     try:
@@ -400,7 +414,12 @@ def chosen_systems(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def checked_mtbf(setting: SystemSetting, mtbf_s: float) -> None:
-    """Raises UsageError for a mean time between faults in which no job comes back once."""
+    """Raises UsageError for a mean time between faults in which no job comes back once.
+
+    Args:
+        setting: The job on its cluster; gives the time that a restart takes.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+    """
     down_s = setting.constants.detect_s + setting.launch_s + setting.meet_s
     if mtbf_s <= down_s:
         raise UsageError(

@@ -30,6 +30,7 @@ class GroupedCommands(click.Group):
     """Lists its commands by what a person wants to do."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As `click.Group.format_commands`, in the sections of `GROUPS`."""
         for title, names in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(90)) for name in names])

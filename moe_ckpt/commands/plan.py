@@ -56,6 +56,7 @@ the worst moment. What does not fit is listed with the way out.
 def plan(
     flags: JobFlags, counts: Path | None, lost_ranks: str, lost_nodes: str, iteration: int | None, mtbf_s: float | None
 ) -> Report:
+    """See `HELP`; the option above each parameter explains it."""
     if mtbf_s is not None:
         checked_mtbf(flags.setting, mtbf_s)
     config = _config(flags)

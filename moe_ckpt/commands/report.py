@@ -46,6 +46,7 @@ Exit codes: 0 done; 1 a file cannot be read or has no line of a job; 2 wrong usa
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON instead of making a page.")
 def report(paths: tuple[Path, ...], out: Path, watch: bool, port: int, every_s: float, as_json: bool) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     from moe_ckpt.runs.page import render
     from moe_ckpt.runs.sources import read_runs
 

@@ -32,6 +32,7 @@ Exit codes: 0 all are signed; 1 one is damaged, or signed with another secret; 2
 @click.argument("place")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def sign(place: str, as_json: bool) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     from moe_ckpt.checkpoints.files import length_bytes
     from moe_ckpt.checkpoints.places import locate
     from moe_ckpt.dense.signing import sign as sign_folder

@@ -59,6 +59,7 @@ def run(
     duration_s: float,
     seeds: int,
 ) -> Report:
+    """See `HELP`; the option above each parameter explains it."""
     names = chosen_systems(systems)
     if bool(mtbfs_s) == (trace is not None):
         raise click.UsageError("give --mtbf, once or several times, or --trace")

@@ -54,6 +54,7 @@ def status(
     rows: int,
     as_json: bool,
 ) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     from moe_ckpt.runs.status import JobStatus, as_report, is_well, job_status, log_status
 
     if metrics is not None:

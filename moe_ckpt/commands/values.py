@@ -18,7 +18,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds; a number that was converted before passes."""
+        """As `click.ParamType.convert`, to seconds; a number that was converted before passes."""
         if isinstance(value, float):
             return value
         found = re.fullmatch(_NUMBER + "(ms|[smhd]?)", str(value).lower(), re.ASCII)
@@ -32,7 +32,7 @@ class HoursType(Duration):
     """As a duration, but a bare number is hours, as `--hours` says."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds."""
+        """As `click.ParamType.convert`, to seconds."""
         bare = isinstance(value, int) or (isinstance(value, str) and value.replace(".", "", 1).isdigit())
         return super().convert(f"{value}h" if bare else value, param, ctx)
 
@@ -43,7 +43,7 @@ class Rate(click.ParamType):  # type: ignore[type-arg]
     name = "rate"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """GB/s; a number that was converted before passes."""
+        """As `click.ParamType.convert`, to GB/s; a number that was converted before passes."""
         if isinstance(value, float):
             return value
         found = re.fullmatch(_NUMBER + "([A-Za-z/]*)", str(value), re.ASCII)

@@ -40,6 +40,7 @@ USABLE = 3
 @click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Rows of a table; 0 for all.")
 @click.pass_context
 def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None:
+    """See `HELP`; the option above each parameter explains it."""
     # Only when there is something to read: --help stays quick.
     from moe_ckpt.checkpoints.places import locate
 
