@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -160,6 +161,9 @@ def _bytes_by_operator(capturer: Capturer, part: Part) -> dict[OperatorId, int]:
         if field.operator is not None:
             found[field.operator] += field.nbytes
     return found
+
+
+UNBOUNDED = sys.maxsize
 
 
 @dataclass(frozen=True)
