@@ -79,7 +79,8 @@ def _target(root: Path) -> tuple[Path, Path]:
 def _check(folder: Folder, weights: list[Weight]) -> torch.dtype:
     """The dtype of the weights. Raises UsageError naming tensors that are missing, of another shape, or too many."""
     expected = {name: shape for weight in weights for name, shape in weight.parts}
-    missing = [name for name in expected if name not in folder.tensors]
+    copies = {name for weight in weights if weight.is_copy for name, _ in weight.parts}
+    missing = [name for name in expected if name not in folder.tensors and name not in copies]
     wrong = [
         f"{name} {folder.tensors[name].shape}, not {shape}"
         for name, shape in expected.items()
@@ -90,7 +91,7 @@ def _check(folder: Folder, weights: list[Weight]) -> torch.dtype:
         if names:
             raise UsageError(f"{folder.path} {problem} {few(names)}; nothing was written")
     for weight in weights:
-        if len({folder.tensors[name].dtype for name, _ in weight.parts}) > 1:
+        if len({folder.tensors[name].dtype for name, _ in weight.parts if name in folder.tensors}) > 1:
             raise UsageError(f"{folder.path}: {few([name for name, _ in weight.parts])} are not of one dtype")
     return folder.tensors[weights[0].parts[0][0]].dtype
 
@@ -102,14 +103,19 @@ def weight_bytes(folder: Folder, weight: Weight) -> int:
         folder: The folder with its tensors; gives the dtypes.
         weight: The weight, whose parts are all in the folder.
     """
-    return sum(folder.tensors[name].dtype.itemsize * torch.Size(shape).numel() for name, shape in weight.parts)
+    parts = [(name, shape) for name, shape in weight.parts if name in folder.tensors]  # all, but for copies
+    return sum(folder.tensors[name].dtype.itemsize * torch.Size(shape).numel() for name, shape in parts)
 
 
 def _write(folder: Folder, model: Model, dtype: torch.dtype, staging: Path, advance: Callable[[int], None]) -> None:
     layers = model.arguments["num_layers"] if model.arguments["moe_layer_freq"] == 1 else None
     sizes = layers, int(model.arguments["num_experts"])
+    originals = {weight.names: weight for weight in model.weights() if not weight.is_copy}
     with DenseWriter(staging, advance) as writer:
         for weight in model.weights():
+            if weight.is_copy:
+                _check_copy(folder, weight, originals[weight.names])
+                continue
             tensor = weight.form.join([folder.read(name) for name, _ in weight.parts])
             place = None
             for name in weight.names:
@@ -126,13 +132,24 @@ def _write(folder: Folder, model: Model, dtype: torch.dtype, staging: Path, adva
     seal(staging)
 
 
+def _check_copy(folder: Folder, copy: Weight, original: Weight) -> None:
+    """Raises UsageError where Hugging Face's second copy has other numbers: Megatron has one tensor for both."""
+    for (name, _), (first, _) in zip(copy.parts, original.parts, strict=True):
+        if name in folder.tensors and not torch.equal(folder.read(name), folder.read(first)):
+            raise UsageError(
+                f"{folder.path}: {name} differs from {first}, but Megatron shares one; nothing was written"
+            )
+
+
 def _stacked(
     weight: Weight, name: str, layers: int | None, experts: int
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """As Megatron saves it: the name, and length and index along the axes of layers and experts."""
     leading: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
-    if weight.layer is not None:
+    if weight.ahead is not None:
+        name = f"mtp.layers.{weight.ahead}.{name}"
+    elif weight.layer is not None:
         if layers is None:
             name = f"decoder.layers.{weight.layer}.{name}"
         else:
@@ -184,8 +201,8 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 _SWITCHES = {"add_bias_linear": ("--disable-bias-linear", False)}
-_LEFT_OUT = {"moe_shared_expert_intermediate_size": 0, "original_max_position_embeddings": 4096}
-_NOT_FLAGS = ("mtp_num_layers", "moe_shared_expert_gate", "add_qkv_bias")
+_LEFT_OUT = {"moe_shared_expert_intermediate_size": 0, "mtp_num_layers": 0, "original_max_position_embeddings": 4096}
+_NOT_FLAGS = ("moe_shared_expert_gate", "add_qkv_bias")
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -38,9 +38,8 @@ def places(checkpoint: DenseCheckpoint, weights: Iterable[Weight]) -> dict[Weigh
     for weight in weights:
         place = _place(checkpoint.tensors, weight)
         if place is None:
-            missing.append(
-                f"{weight.names[0]} of layer {weight.layer}" if weight.layer is not None else weight.names[0]
-            )
+            above = "" if weight.ahead is None else f"mtp.layers.{weight.ahead}."
+            missing.append(above + weight.names[0] + (f" of layer {weight.layer}" if weight.layer is not None else ""))
         elif not weight.form.fits(place.shape, weight.shapes):
             wrong.append(f"{place.name} {place.shape} for {' and '.join(name for name, _ in weight.parts)}")
         else:

@@ -97,6 +97,9 @@ class Weight:
     names: Of Megatron: below `decoder.layers` for one with a `layer`, else in full. Several where modules of
         Megatron-Core and of Transformer Engine save the same tensor under different names.
     parts: Names and shapes of Hugging Face.
+    ahead: Number, from 0, of the layer that predicts further tokens (`--mtp-num-layers`) that has it; names are below
+        `mtp.layers.N` then.
+    is_copy: Hugging Face has the same numbers twice: another weight has them too, and a folder may lack these.
     """
 
     names: tuple[str, ...]
@@ -104,6 +107,8 @@ class Weight:
     form: Form = field(default_factory=Rows)
     layer: int | None = None
     expert: int | None = None
+    ahead: int | None = None
+    is_copy: bool = False
 
     @property
     def shapes(self) -> list[Shape]:
@@ -117,7 +122,9 @@ class Weight:
         """
         for name in self.names:
             layers: list[tuple[str, tuple[int, ...]]] = [("", ())]
-            if self.layer is not None:
+            if self.ahead is not None:
+                layers = [(f"mtp.layers.{self.ahead}.", ())]  # never stacked
+            elif self.layer is not None:
                 layers = [("decoder.layers.", (self.layer,)), (f"decoder.layers.{self.layer}.", ())]
             for prefix, index in layers:
                 if self.expert is None:

@@ -1,15 +1,19 @@
-"""DeepSeek-V3 (2024): latent attention, a router of sigmoids with a bias, shared experts, dense layers first."""
+"""DeepSeek-V3 (2024): latent attention, a router of sigmoids with a bias, shared experts, dense layers first.
+
+Layers that predict further tokens (MTP) follow the others in Hugging Face's numbering.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 
 from ..arguments import COMMON, layer_pattern, moe_layers, resolved
 from ..config import Config, base_of
-from ..weights import Weight
+from ..weights import Vocabulary, Weight
 from .layers import LLAMA_NAMES, ends, gated_mlp, norm_before_mlp, routed_experts
 
 MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
@@ -39,7 +43,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor", 1.0)),
         "moe_shared_expert_intermediate_size": width * config.number("n_shared_experts", 0),
         "moe_shared_expert_gate": False,
-        "mtp_num_layers": 0,
+        "mtp_num_layers": config.number("num_nextn_predict_layers", 0),
     }  # fmt: skip
 
 
@@ -95,6 +99,10 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
             f"{values['moe_shared_expert_intermediate_size']} beside experts of {width}: dense layers come first, and "
             "shared experts are as wide as whole experts"
         )
+    if saved.get("mtp_use_repeated_layer") and values["mtp_num_layers"] > 1:
+        raise UsageError(
+            "--mtp-use-repeated-layer: no DeepSeek-V3 predicts further tokens with one layer again and again"
+        )
     found = {
         "attention_bias": False,
         "first_k_dense_replace": dense,
@@ -112,7 +120,7 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": values["moe_router_topk"],
         "num_hidden_layers": values["num_layers"],
         "num_key_value_heads": values["num_attention_heads"],
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": values["mtp_num_layers"],
         "q_lora_rank": values["q_lora_rank"],
         "qk_nope_head_dim": values["qk_head_dim"],
         "qk_rope_head_dim": values["qk_pos_emb_head_dim"],
@@ -141,18 +149,47 @@ def weights(needed: Mapping[str, Any], vocabulary: int) -> Iterator[Weight]:
         vocabulary: Rows of the embedding in Hugging Face's tensors, without Megatron's padding.
     """
     yield from ends(vocabulary, needed)
+    with_experts = moe_layers(needed)
+    for layer, experts in enumerate(with_experts):
+        yield from _layer(layer, needed, experts=experts)
+    for ahead in range(needed["mtp_num_layers"]):
+        yield from _layer_ahead(ahead, needed, vocabulary, experts=with_experts[-1])
+
+
+def _layer(layer: int, needed: Mapping[str, Any], *, experts: bool) -> Iterator[Weight]:
     hidden = needed["hidden_size"]
-    for layer, experts in enumerate(moe_layers(needed)):
-        yield from _latent_attention(layer, needed)
-        yield norm_before_mlp(layer, hidden, experts=experts)
-        if not experts:
-            yield from gated_mlp(layer, "mlp", "mlp", (hidden, needed["ffn_hidden_size"]), LLAMA_NAMES)
-            continue
-        yield from routed_experts(layer, "mlp", needed)
-        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (needed["num_experts"],))
-        yield Weight(("mlp.router.expert_bias",), (bias,), layer=layer)
-        if shared := needed["moe_shared_expert_intermediate_size"]:
-            yield from gated_mlp(layer, "mlp.shared_experts", "mlp.shared_experts", (hidden, shared), LLAMA_NAMES)
+    yield from _latent_attention(layer, needed)
+    yield norm_before_mlp(layer, hidden, experts=experts)
+    if not experts:
+        yield from gated_mlp(layer, "mlp", "mlp", (hidden, needed["ffn_hidden_size"]), LLAMA_NAMES)
+        return
+    yield from routed_experts(layer, "mlp", needed)
+    bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (needed["num_experts"],))
+    yield Weight(("mlp.router.expert_bias",), (bias,), layer=layer)
+    if shared := needed["moe_shared_expert_intermediate_size"]:
+        yield from gated_mlp(layer, "mlp.shared_experts", "mlp.shared_experts", (hidden, shared), LLAMA_NAMES)
+
+
+def _layer_ahead(ahead: int, needed: Mapping[str, Any], vocabulary: int, *, experts: bool) -> Iterator[Weight]:
+    """One layer that predicts a further token; Hugging Face repeats the embedding and the head of the model in it."""
+    layer, hidden = needed["num_layers"] + ahead, needed["hidden_size"]
+    at, table = f"model.layers.{layer}.", (vocabulary, hidden)
+    yield Weight(
+        ("embedding.word_embeddings.weight",), ((f"{at}embed_tokens.weight", table),), Vocabulary(), is_copy=True
+    )
+    if needed["untie_embeddings_and_output_weights"]:
+        yield Weight(("output_layer.weight",), ((f"{at}shared_head.head.weight", table),), Vocabulary(), is_copy=True)
+    own: dict[str, tuple[str, tuple[int, ...]]] = {
+        "enorm.weight": ("enorm.weight", (hidden,)),
+        "hnorm.weight": ("hnorm.weight", (hidden,)),
+        "eh_proj.weight": ("eh_proj.weight", (hidden, 2 * hidden)),
+        "final_layernorm.weight": ("shared_head.norm.weight", (hidden,)),
+    }
+    for ours, (theirs, shape) in own.items():
+        yield Weight((ours,), ((at + theirs, shape),), ahead=ahead)
+    for weight in _layer(layer, needed, experts=experts):
+        names = tuple(f"transformer_layer.{name}" for name in weight.names)
+        yield replace(weight, names=names, layer=None, ahead=ahead)
 
 
 def _latent_attention(layer: int, needed: Mapping[str, Any]) -> Iterator[Weight]:

@@ -35,15 +35,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def folder_of(family: str, folder: Path) -> Path:
-    """Writes a model of this family with weights in bf16, biases of experts in fp32."""
-    config = {"model_type": family} | _COMMON | CONFIGS[family]
+def folder_of(family: str, folder: Path, **changes: Any) -> Path:
+    """Writes a model of this family with weights in bf16, biases of experts in fp32; changes: of its config."""
+    config = {"model_type": family} | _COMMON | CONFIGS[family] | changes
     draw = torch.Generator().manual_seed(4)
-    parts = [part for weight in read_model(Config(config, family)).weights() for part in weight.parts]
+    weights = list(read_model(Config(config, family)).weights())
+    parts = [part for weight in weights for part in weight.parts]
     tensors = {
         name: torch.randn(shape, generator=draw).to(torch.float32 if "bias" in name else torch.bfloat16)
         for name, shape in parts
     }
+    for weight in weights:
+        if weight.is_copy:
+            (original,) = [one for one in weights if one.names == weight.names and not one.is_copy]
+            ((name, _),), ((first, _),) = weight.parts, original.parts
+            tensors[name] = tensors[first].clone()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

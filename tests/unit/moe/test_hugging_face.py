@@ -103,11 +103,15 @@ def test_a_bad_folder_is_refused_with_names_and_leaves_nothing_behind(case: str,
     assert before == sorted((path.name, path.read_bytes()) for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in CONFIGS), ("deepseek_v3", {"num_nextn_predict_layers": 2})],
+    ids=[*CONFIGS, "deepseek_v3 that predicts two further tokens"],
+)
 def test_a_folder_comes_back_byte_for_byte_also_through_a_template_and_other_sizes_of_files(
-    family: str, tmp_path: Path
+    family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = folder_of(family, tmp_path / "folder")
+    folder = folder_of(family, tmp_path / "folder", **changes)
     (folder / "tokenizer_config.json").write_text("{}")
     convert("--from", "hf", folder, tmp_path / "in")
     convert("--to", "hf", tmp_path / "in", tmp_path / "back")
@@ -121,6 +125,29 @@ def test_a_folder_comes_back_byte_for_byte_also_through_a_template_and_other_siz
     expected = load_file(folder / WEIGHTS)
     assert len(files) > 2 and tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_layers_that_predict_further_tokens_share_embedding_and_head_with_the_model(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v3", tmp_path / "folder", num_nextn_predict_layers=1)
+    whole = load_file(folder / WEIGHTS)
+    second = [f"model.layers.2.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    change_weights(folder, lambda tensors: [tensors.pop(name) for name in second])
+    convert("--from", "hf", folder, tmp_path / "in")
+    saved = open_dense(tmp_path / "in")
+    assert vars(saved.common["args"])["mtp_num_layers"] == 1
+    assert {name.split(".")[2] for name in saved.tensors if name.startswith("mtp.layers.")} == {"0"}
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    assert back.keys() == whole.keys() and all(torch.equal(back[name], whole[name]) for name in whole)
+
+
+def test_a_layer_ahead_with_an_embedding_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v3", tmp_path / "folder", num_nextn_predict_layers=1)
+    name = "model.layers.2.embed_tokens.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: tensors[name] + 1}))
+    with pytest.raises(UsageError, match=f"{name} differs from model.embed_tokens.weight, but Megatron shares one"):
+        convert("--from", "hf", folder, tmp_path / "in")
+    assert not list((tmp_path / "in").glob("release"))
 
 
 def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arguments_that_differ(
