@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistStoreError, Store, TCPStore
 
 from megatron.pretrain.bound_store import bound_store, is_address
 
@@ -36,10 +36,12 @@ def settled(found: Sequence[NodeRank | None], nodes: int) -> list[int]:
         nodes: The number of nodes now.
     """
     numbers: list[int | None] = [None] * len(found)
+    free = set(range(nodes))
     for index, place in enumerate(found):
-        if place is not None and place.nodes == nodes and place.number < nodes and place.number not in numbers:
+        if place is not None and place.nodes == nodes and place.number in free:
             numbers[index] = place.number
-    left = iter(sorted(set(range(nodes)) - set(numbers)))
+            free.remove(place.number)
+    left = iter(sorted(free))
     return [next(left) if number is None else number for number in numbers]
 
 
@@ -60,8 +62,14 @@ class NodeRankAgreement:
         if self._nodes == 1:
             return 0
         self._store.set(f"slots/had/{self._index}", json.dumps(None if had is None else [had.number, had.nodes]))
-        told = [json.loads(self._store.get(f"slots/had/{index}")) for index in range(self._nodes)]
-        return settled([None if place is None else NodeRank(*place) for place in told], self._nodes)[self._index]
+        # If each node read the place of each, the one server of the store would get N^2 requests.
+        if self._index == 0:
+            found = [json.loads(place) for place in self._from_all("slots/had")]
+            numbers = settled([None if place is None else NodeRank(*place) for place in found], self._nodes)
+            keys = [f"slots/number/{index}" for index in range(self._nodes)]
+            self._store.multi_set(keys, [str(number) for number in numbers])
+            return numbers[0]
+        return int(self._store.get(f"slots/number/{self._index}"))
 
     def workers(self, number: int, starts: int, address: str | None) -> WorkersStore:
         """Where the workers of this start of training meet, which the first node keeps.
@@ -78,10 +86,21 @@ class NodeRankAgreement:
             return WorkersStore(*told)
         host = address or socket.getfqdn()
         own = workers_store(host)
-        start = max(int(self._store.get(f"slots/starts/{node}")) for node in range(self._nodes))
+        start = max(map(int, self._from_all("slots/starts")))
         place = WorkersStore(host, own.port, start, own)
         self._store.set("slots/workers", json.dumps([place.address, place.port, place.start]))
         return place
+
+    def _from_all(self, name: str) -> list[bytes]:
+        """What each node has written. Raises DistStoreError naming those who did not."""
+        keys, patience = [f"{name}/{node}" for node in range(self._nodes)], self._store.timeout
+        try:
+            self._store.wait(keys, patience)
+        except DistStoreError:  # names all keys
+            if missing := [key for key in keys if not self._store.check([key])]:
+                raise DistStoreError(f"waited {patience.total_seconds():g} s for {', '.join(missing)}") from None
+        found: list[bytes] = self._store.multi_get(keys)
+        return found
 
 
 def workers_store(host: str) -> TCPStore:
