@@ -102,7 +102,7 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
         missing = [key for key in keys if not place.check([key])]
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
         raise PeerLost(f"rank 0 waited {timeout_s:g} s for {ranks}, which did not start") from None
-    values: list[Json] = [json.loads(place.get(key)) for key in keys]
+    values: list[Json] = [json.loads(one) for one in place.multi_get(keys)]
     place.set("all", json.dumps(values))
     if world_size > 1:
         with suppress(RuntimeError):  # whoever has not read it by now has ended
@@ -114,6 +114,9 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.1
+_ASKED_PER_S = 20_000
+"""How often all ranks of a job together ask the one server of a store for the same thing."""
+_ALL_HERE, _GIVEN_UP = b"all", "given up"
 
 
 class ConnectionEpochs:
@@ -122,7 +125,7 @@ class ConnectionEpochs:
     A rank asks for the number after its last one and marks itself there. Whoever waits at a number and sees that the
     next one was asked for goes on to it, so that ranks which notice a failure at different times, or gave up once
     already, come together at the largest. The store is polled, never waited on: a wait would keep other users of the
-    same connection from it.
+    same connection from it. What all ranks together ask for grows with their number, and not with its square.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -132,14 +135,14 @@ class ConnectionEpochs:
     def meet(self, timeout_s: float) -> int:
         """Wait until all ranks are here. Raises PeerLost naming those that did not come; they may be met later."""
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        longest_s = max(LONGEST_PAUSE_S, self._world_size / _ASKED_PER_S)
         self._enter()
         while True:
-            # Asked for first: where the next number is wanted, somebody gave up this one, however many are here.
-            if self._store.check([f"{self._number + 1}/wanted"]):
+            if self._store.check([self._outcome()]):
+                if self._store.get(self._outcome()) == _ALL_HERE:
+                    return self._number
                 self._leave()
                 self._enter()
-            elif self._store.check([f"{self._number}/all"]):
-                return self._number
             elif time.monotonic() > deadline:
                 missing = self._missing()
                 self._leave()
@@ -149,26 +152,33 @@ class ConnectionEpochs:
                 )
             else:
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, longest_s)
 
     def _enter(self) -> None:
-        self._number += 1
         # First of all: ranks that wait at the number before have to leave it, or nobody ever gets all of them here.
-        self._store.set(f"{self._number}/wanted", "")
-        self._store.set(self._mark(self._rank), "")
+        self._store.set(self._outcome(), _GIVEN_UP)
+        self._number += 1
+        self._store.append(self._marks(), f"{self._rank} ")
         # Counted by one atomic call, so that exactly one rank, the last, finds all there: who left is counted off.
         if self._store.add(f"{self._number}/count", 1) == self._world_size:
-            self._store.set(f"{self._number}/all", "")
+            # Where the next number is wanted, somebody gave up this one, however many are here.
+            self._store.compare_set(self._outcome(), "", _ALL_HERE.decode())
 
     def _leave(self) -> None:
         self._store.add(f"{self._number}/count", -1)
 
-    def _mark(self, rank: int) -> str:
-        return f"{self._number}/here/{rank}"
+    def _outcome(self) -> str:
+        """Where the last rank that comes to this number says so, or one that asks for the next number."""
+        return f"{self._number}/outcome"
+
+    def _marks(self) -> str:
+        return f"{self._number}/here"
 
     def _missing(self) -> str:
         """Who never came to this number; marks stay when their ranks leave."""
-        ranks = [str(rank) for rank in range(self._world_size) if not self._store.check([self._mark(rank)])]
+        # By one request: all ranks give up at the same time, and each would ask for each.
+        here = set(map(int, self._store.get(self._marks()).split()))
+        ranks = [str(rank) for rank in range(self._world_size) if rank not in here]
         if not ranks:
             return "the last ones came when others had given up; try again"
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not come"
