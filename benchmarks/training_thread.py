@@ -118,7 +118,7 @@ def measured(iterations: int) -> dict[str, Any]:
     now, seconds, found, loop = SimpleNamespace(iteration=0), Counter[str](), list[dict[str, float]](), list[float]()
     for owner, name, part in (
         (strategy, "plan", "plan"), (strategy, "pieces", "pieces"), (capturer, "layout", "layouts"),
-        (SnapshotPlan, "digest", "digest"), (strategy, "counted", "counts"), (capturer, "begin", "copies"),
+        (SnapshotPlan, "digest", "digest"), (strategy, "on_token_counts", "counts"), (capturer, "begin", "copies"),
         (capturer, "end", "copies"),
     ):  # fmt: skip
         timing(seconds, owner, name, part)
