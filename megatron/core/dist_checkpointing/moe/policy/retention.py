@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ..errors import UsageError
-from ..types import OperatorId, Part, Piece, SnapshotPlan, full_plan
+from ..types import OperatorId, Part, Piece, SnapshotPlan
 from .lifecycle import WindowState
 from .tracking import PieceName, TrackedWindow
 
 _COMPONENTS = (Part.MASTER, Part.MOMENTS, Part.COMPUTE)
 _WHOLE = (WindowState.REPLICATING, WindowState.PROTECTED, WindowState.UNDER_REPLICATED, WindowState.RESTORED)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A window as it is after its last iteration: all of its operators, in full."""
+
+    iteration: int
+    operators: frozenset[OperatorId]
+
+    def giving(self, part: Part) -> frozenset[OperatorId]:
+        """As `SnapshotPlan.giving`."""
+        return self.operators
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +40,7 @@ class _Candidate:
     """
 
     span: range
-    plans: tuple[SnapshotPlan, ...]
+    plans: tuple[SnapshotPlan | _Whole, ...]
     names: frozenset[PieceName]
     protected: bool = False
 
@@ -81,19 +92,13 @@ def _by_kind(window: TrackedWindow) -> Iterator[_Candidate]:
     for kind in dict.fromkeys(held.piece.kind for held in window.pieces):
         pieces = [held for held in window.pieces if held.piece.kind == kind]
         first = pieces[0].piece.plan
-        plan = first if len(window.span) == 1 else _whole(first, window.span[-1])
+        plan = first if len(window.span) == 1 else _Whole(window.span[-1], first.operators)
         yield _Candidate(
             window.span,
             (plan,),
             frozenset(held.name for held in pieces),
             protected=safe and all(held.piece.replicated for held in pieces),
         )
-
-
-@lru_cache(maxsize=8)
-def _whole(first: SnapshotPlan, iteration: int) -> SnapshotPlan:
-    """A window as it is after its last iteration: made once, as plans remember what they give."""
-    return full_plan(iteration, first.parts)
 
 
 def _complete(pieces: Iterable[Piece]) -> Iterator[_Candidate]:
@@ -116,7 +121,7 @@ def _newest_holders(candidates: Sequence[_Candidate]) -> set[_Candidate]:
         seen: frozenset[OperatorId] = frozenset()
         for _, at, plan in snapshots:
             given = plan.giving(component)
-            if not given <= seen:
+            if given is not seen and not given <= seen:  # mostly one object: windows have the same operators
                 found.add(candidates[at])
                 seen = seen | given if seen else given
     return found

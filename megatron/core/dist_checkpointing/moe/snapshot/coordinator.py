@@ -246,8 +246,8 @@ class Coordinator:
         elif copied is not None:
             # Only now: the news of all ranks have changed what the strategy remembers, alike on all of them; and what
             # the journal says has come from the device, which has come to the end of the copies.
-            added = {"journal": self._journal.to_data(), "strategy": self._strategy.to_data()}
-            copied.scalars = {**copied.scalars, **added}
+            journal, strategy = self._journal.to_data(), self._strategy.remembered()
+            copied.remembered = lambda: {"journal": journal, "strategy": strategy()}
             self._tracker.copied(copied)
         stall_s = self._stopwatch.resume()
         self._tally.last_stall_s += stall_s

@@ -50,7 +50,8 @@ class SnapshotTask:
     Args:
         writers: of each piece that lies on this rank, in the order of the strategy; None where it has no room: then it
             only helps others.
-        scalars: the trainer's state, the journal of the step and the strategy's memory, for the first piece.
+        scalars: the trainer's state, for the first piece.
+        remembered: gives the journal of the step and the strategy's memory, for the same; called by the worker.
         reconnect: connect all ranks anew first, because an earlier round lost a peer.
         step: what led to it from the state of the iteration before, where that is known and peers can follow it.
     """
@@ -59,6 +60,7 @@ class SnapshotTask:
     pieces: tuple[Piece, ...]
     writers: tuple[MappedWriter, ...] | None
     scalars: Mapping[str, Json] = field(default_factory=dict)
+    remembered: Callable[[], Mapping[str, Json]] = dict
     reconnect: bool = False
     status: Status = Status.PENDING
     step: RecordedStep | None = None
@@ -141,7 +143,7 @@ class ReplicationWorker:
             # The first piece last: a recovery goes to the newest iteration that has it, and then wants the others too.
             held = self._identity.pieces(task.pieces)
             for (index, piece), writer in reversed([*zip(held, writers, strict=True)]):
-                scalars = dict(task.scalars) if index == 0 else {}
+                scalars = {**task.scalars, **task.remembered()} if index == 0 else {}
                 writer.seal(self._identity.facts(piece, scalars))
         finally:
             for writer in writers:

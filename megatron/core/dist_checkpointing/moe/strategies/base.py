@@ -71,6 +71,11 @@ class Job:
         return tuple(operator for operator in self.operators if operator not in self.unchanging)
 
     @cached_property
+    def changing_set(self) -> frozenset[OperatorId]:
+        """The same, unordered: one object, which is compared with itself at once."""
+        return frozenset(self.changing)
+
+    @cached_property
     def changing_sizes(self) -> Mapping[int, Mapping[OperatorId, OperatorSize]]:
         """`sizes` of these."""
         if not self.unchanging:
@@ -357,6 +362,11 @@ class Strategy(ABC):
         """What it has to remember, as JSON values; stored with each snapshot."""
         # The name that stored snapshots have for it.
         return {"rhythm": self._interval_policy.to_data(), **self._constants.to_data()}
+
+    def remembered(self) -> Callable[[], dict[str, Any]]:
+        """`to_data` of this moment, for another thread to call later."""
+        data = self.to_data()
+        return lambda: data
 
     def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
         """How to come back.

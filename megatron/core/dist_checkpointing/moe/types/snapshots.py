@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, SupportsFloat, SupportsInt
 
@@ -18,12 +18,19 @@ class SnapshotPlan:
     """Which part of which operator's state, as it is after `iteration`, goes into that iteration's snapshot.
 
     An operator that is not in `parts` is not snapshotted. Two plans are equal when they say the same. kinds: the parts
-    that occur, where whoever makes the plan knows: thousands of operators are not looked at for them.
+    that occur, where whoever makes the plan knows: thousands of operators are not looked at for them. known: its
+    operators, where somebody has that set already.
     """
 
     iteration: int
     parts: Mapping[OperatorId, Part] = field(repr=False)
     kinds: tuple[Part, ...] = field(default=(), repr=False, compare=False)
+    known: frozenset[OperatorId] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def operators(self) -> frozenset[OperatorId]:
+        """All operators that this snapshot has a part of."""
+        return frozenset(self.parts) if self.known is None else self.known
 
     @cached_property
     def _giving(self) -> dict[Part, frozenset[OperatorId]]:
@@ -36,7 +43,7 @@ class SnapshotPlan:
             kinds = {id(held): held for held in self.kinds or self.parts.values()}
             found = {key for key, held in kinds.items() if any(component in held for component in enough)}
             if not found or len(found) == len(kinds):
-                self._giving[part] = frozenset(self.parts if found else ())
+                self._giving[part] = self.operators if found else frozenset()
             else:
                 self._giving[part] = frozenset(one for one, held in self.parts.items() if id(held) in found)
         return self._giving[part]
@@ -92,11 +99,14 @@ class Window:
     3.2).
 
     `groups[i]` holds the operators anchored by the snapshot of iteration `first_iteration + i`; that snapshot also has
-    the compute weights of all operators that later groups anchor, which stay frozen until then.
+    the compute weights of all operators that later groups anchor, which stay frozen until then. operators: those of all
+    groups, where somebody has that set already.
     """
 
     first_iteration: int
     groups: tuple[tuple[OperatorId, ...], ...] = field(repr=False)
+    operators: frozenset[OperatorId] | None = field(default=None, repr=False, compare=False)
+    _made: dict[int, SnapshotPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -115,12 +125,18 @@ class Window:
             raise IndexError(
                 f"iteration {iteration} is not in the window {self.first_iteration}..{self.last_iteration}"
             )
-        # Dictionaries are made of dictionaries, whose hashes are known: to hash all operators takes milliseconds.
-        parts = dict.fromkeys(self._waiting[step], Part.MASTER_AND_MOMENTS)
-        for waiting in self._waiting[step + 1 :]:
-            parts.update(waiting)
-        kinds = (Part.MASTER_AND_MOMENTS, Part.COMPUTE)
-        return SnapshotPlan(iteration, parts, kinds if step + 1 < self.size else kinds[:1])
+        if step not in self._made:
+            # Dictionaries are made of dictionaries, whose hashes are known: to hash all operators takes milliseconds.
+            parts = dict.fromkeys(self._waiting[step], Part.MASTER_AND_MOMENTS)
+            for waiting in self._waiting[step + 1 :]:
+                parts.update(waiting)
+            kinds = (Part.MASTER_AND_MOMENTS, Part.COMPUTE)[: self.size - step]
+            self._made[step] = SnapshotPlan(iteration, parts, kinds, None if step else self.operators)
+        return replace(self._made[step], iteration=iteration)
+
+    def beginning(self, iteration: int) -> Window:
+        """The window with these groups that begins at an iteration; both share what they make of their plans."""
+        return replace(self, first_iteration=iteration)
 
     @cached_property
     def _waiting(self) -> tuple[dict[OperatorId, Part], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,7 +183,7 @@ class Sparse(Strategy):
             self._schedule()
             if self._table is None:
                 return None
-            self._windows = self._windows.without(iteration).began(Window(iteration, self._table.groups))
+            self._windows = self._windows.without(iteration).began(self._table.window.beginning(iteration))
             begun = self._windows.begun[-1]
         self._windows = self._windows.put(replace(begun, planned=begun.planned + 1))
         plan = begun.window.plan(iteration)
@@ -254,6 +255,10 @@ class Sparse(Strategy):
             "popularity": self._popularity.to_data(),
             "budget": self._budget.to_data(),
         }
+
+    def remembered(self) -> Callable[[], dict[str, Any]]:
+        # All that it remembers are values: what the copy refers to stays as it is now.
+        return copy(self).to_data
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
         """The next iteration begins a window, in the same order and of the same size.

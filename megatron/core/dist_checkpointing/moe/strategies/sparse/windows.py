@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add, sub
@@ -34,6 +34,7 @@ class Timetable:
 
     Which operators are anchored when follows from their order and from what each rank owns of them (MoEvement 3.5):
     the same on all ranks. replica_windows: of each owner, how many are kept. constants: memory for what never changes.
+    operators: all that the groups hold, where somebody has that set already.
     """
 
     groups: tuple[tuple[OperatorId, ...], ...] = field(repr=False)
@@ -41,6 +42,7 @@ class Timetable:
     full_bytes: int
     replica_windows: int = _WINDOWS
     constants: tuple[BufferSpec, ...] = field(default=(), repr=False)
+    operators: frozenset[OperatorId] | None = field(default=None, repr=False, compare=False)
 
     def is_needed(self, budget_bytes: int) -> bool:
         """Whether a window of this size fits the budget, and a smaller one certainly does not."""
@@ -58,6 +60,11 @@ class Timetable:
         return len(self.groups)
 
     @cached_property
+    def window(self) -> Window:
+        """A window with these groups; those of other iterations share what it has made of its plans."""
+        return Window(0, self.groups, self.operators)
+
+    @cached_property
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         """Three windows, own snapshots and replicas of each owner.
 
@@ -66,8 +73,7 @@ class Timetable:
         one, two replicas suffice. With less room they would take that of the rank's own next snapshots.
         """
         replica = self.replica_windows * self.size
-        window = Window(0, self.groups)
-        first, *others = (window.plan(step) for step in range(window.size))
+        first, *others = map(self.window.plan, range(self.size))
         own = BufferSpec(first, own=_WINDOWS * self.size, replica=replica, trainer=True, also=tuple(others))
         return (own, *self.constants)
 
@@ -117,11 +123,13 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
             f"--moe-ckpt-window {window} is more than the {most} operators that any rank owns a part of: lower it"
         )
     schedules = joint_schedules(owned, lane_sizes, budget_bytes or _everything(sizes), window=window)
+    groups = _in_order(order, merge(schedules))
     return Timetable(
-        _in_order(order, merge(schedules)),
+        groups,
         max(schedule.peak_bytes for schedule in schedules.values()),
         max(sum(size.full_bytes for size in own.values()) for own in sizes.values()),
         constants=constant_buffers(job),
+        operators=job.changing_set if sum(map(len, groups)) == len(job.changing_set) else None,
     )
 
 
@@ -279,6 +287,32 @@ def _with(values: Sequence[float], value: float) -> tuple[float, ...]:
 Rows = tuple[tuple[float, ...], ...]
 """By MoE layer and expert: whole numbers where they are summed, moving averages where older iterations fade."""
 
+_UNADDED = 8
+
+
+class _Sum:
+    """Rows that are added up once somebody asks for them, which lanes do: training's thread has no time for it.
+
+    Two threads may ask at once: both find the same. Where nobody asks, it adds up by itself from time to time.
+    """
+
+    def __init__(self, rows: Rows = (), changes: tuple[Callable[[Rows], Rows], ...] = ()) -> None:
+        self._state = rows, changes  # replaced as one, so that no thread sees half of it
+
+    @property
+    def rows(self) -> Rows:
+        """After all changes."""
+        rows, changes = self._state
+        for change in changes:
+            rows = change(rows)
+        self._state = rows, ()
+        return rows
+
+    def after(self, change: Callable[[Rows], Rows]) -> _Sum:
+        """With one more change."""
+        rows, changes = self._state
+        return _Sum(rows, (*changes, change)) if len(changes) < _UNADDED else _Sum(self.rows, (change,))
+
 
 @dataclass(frozen=True)
 class Popularity:
@@ -291,21 +325,29 @@ class Popularity:
 
     layers: tuple[int, ...]
     decay: float | None = None
-    counts: Rows = field(default=(), repr=False)
     ordered_by: Rows = field(default=(), repr=False)
+    _sum: _Sum = field(default_factory=_Sum, repr=False)
+
+    @property
+    def counts(self) -> Rows:
+        """What was counted; it may have to be added up first."""
+        return self._sum.rows
 
     def on_token_counts(self, counts: Sequence[Sequence[int]]) -> Popularity:
         """With one more iteration."""
-        alpha = self.decay
-        if not self.counts:
-            fresh = counts if alpha is None else [[(1 - alpha) * count for count in row] for row in counts]
-            return replace(self, counts=tuple(map(tuple, fresh)))
-        pairs = zip(self.counts, counts, strict=True)
-        if alpha is not None:
-            rows = [tuple(alpha * a + (1 - alpha) * b for a, b in zip(old, new, strict=True)) for old, new in pairs]
-        else:
-            rows = [tuple(map(add, old, new)) for old, new in pairs]
-        return replace(self, counts=tuple(rows))
+        alpha, news = self.decay, tuple(map(tuple, counts))
+
+        def added(rows: Rows) -> Rows:
+            if not rows:
+                return news if alpha is None else tuple(tuple((1 - alpha) * one for one in row) for row in news)
+            pairs = zip(rows, news, strict=True)
+            if alpha is None:
+                return tuple(tuple(map(add, old, new)) for old, new in pairs)
+            return tuple(
+                tuple(alpha * a + (1 - alpha) * b for a, b in zip(old, new, strict=True)) for old, new in pairs
+            )
+
+        return replace(self, _sum=self._sum.after(added))
 
     def has_changed(self, threshold: float, fraction: float) -> bool:
         """Whether the operators are to be ordered again (MoEvement 3.5).
@@ -318,10 +360,16 @@ class Popularity:
 
     def reordered(self, known: Popularity) -> Popularity:
         """With an order that is made from what was counted when it was `known`; sums are of what came since then."""
-        if self.decay is not None or known.counts == self.counts:
-            return replace(self, ordered_by=known.counts, counts=() if self.decay is None else self.counts)
-        since = [tuple(map(sub, now, then)) for now, then in zip(self.counts, known.counts, strict=True)]
-        return replace(self, ordered_by=known.counts, counts=tuple(since))
+        before = known.counts
+        if self.decay is not None:
+            return replace(self, ordered_by=before)
+
+        def since(rows: Rows) -> Rows:
+            if rows == before:
+                return ()
+            return tuple(tuple(map(sub, now, then)) for now, then in zip(rows, before, strict=True))
+
+        return replace(self, ordered_by=before, _sum=self._sum.after(since))
 
     @property
     def last(self) -> Mapping[OperatorId, float]:
@@ -335,7 +383,7 @@ class Popularity:
     def from_data(self, data: Mapping[str, Any]) -> Popularity:
         """This popularity with the counts of `to_data`."""
         counts, ordered_by = (tuple(map(tuple, data[name])) for name in ("counts", "ordered_by"))
-        return replace(self, counts=counts, ordered_by=ordered_by)
+        return replace(self, ordered_by=ordered_by, _sum=_Sum(counts))
 
     def _by_expert(self, rows: Rows) -> dict[OperatorId, float]:
         layers = zip(self.layers, rows, strict=False)
