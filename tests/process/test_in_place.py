@@ -134,9 +134,9 @@ def test_recoveries_one_after_the_other_leave_nothing_behind_in_a_survivor(job: 
     slots = job(FLAT, "sparse --moe-ckpt-window 2", "--train-iters", iterations, faults=faults)
     survivor = [sitting(slots, start, FLAT.ranks)[0]["held"] for start in range(RECOVERIES + 1)]
     early, last = survivor[2], survivor[-1]  # the first recovery allocates what a recovery needs
-    assert {name: last[name] - early[name] for name in ("descriptors", "sockets", "threads")} == {
-        "descriptors": 0, "sockets": 0, "threads": 0
-    }, survivor  # fmt: skip
+    # Lanes open files for a moment: what stays is in all of the newest, and had been in all of the oldest.
+    for name in ("descriptors", "sockets", "threads"):
+        assert min(one[name] for one in survivor[-3:]) <= min(one[name] for one in survivor[2:5]), (name, survivor)
     assert last["mappings"] - early["mappings"] < RECOVERIES, survivor
     halfway = survivor[RECOVERIES // 2]
     assert last["allocated_kb"] - halfway["allocated_kb"] < 100 * (RECOVERIES // 2), survivor

@@ -59,6 +59,8 @@ class ProcessGroups:
 
     def find_holders(self) -> None:
         """Find whoever refers to an old group; can be left out, and then `replace` takes longer."""
+        # What training before the fault left in circles holds sockets of c10d's stores, too; and nobody waits for this.
+        gc.collect()
         groups = list(self._groups.values())
         self._holders = [holder for holder in _holders_of(groups) if holder is not self._groups]
 
