@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -41,6 +42,21 @@ def watcher() -> None:
     one = Watcher(0, session, links, lambda: False, LONG_S)
     one.start()
     one.stop(is_good=True)
+
+
+def test_a_thread_may_call_cuda_while_another_one_captures(
+    devices: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[tuple[str, int]] = []
+
+    def exchange(mode: Any) -> None:
+        modes.append((threading.current_thread().name, ctypes.cast(mode, ctypes.POINTER(ctypes.c_int)).contents.value))
+
+    runtimes = {"libcudart.so.13": SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", runtimes.__getitem__)
+    lane()
+    assert modes == [("moe-ckpt-control", 1)], "not cudaStreamCaptureModeThreadLocal"
 
 
 @pytest.mark.parametrize(

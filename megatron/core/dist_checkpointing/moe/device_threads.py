@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 from collections.abc import Callable
 
@@ -23,6 +25,23 @@ def device_thread(run: Callable[[], object], name: str) -> threading.Thread:
     def on_device() -> None:
         if device is not None:
             torch.cuda.set_device(device)
+            ignore_captures()
         run()
 
     return threading.Thread(target=on_device, name=name, daemon=True)
+
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+
+
+def ignore_captures() -> None:
+    """Let this thread call CUDA while another one captures a graph.
+
+    Layers are captured in CUDA's global mode (Transformer Engine; backward passes in Megatron-Core 0.19): a query of an
+    event or a page-lock by any thread then fails, and ends the capture. It does neither in a thread of this mode.
+    """
+    if torch.version.cuda is None:
+        return
+    with contextlib.suppress(OSError):  # linked into torch
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # the one that torch has loaded
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))

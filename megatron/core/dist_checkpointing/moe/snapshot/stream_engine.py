@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..device_threads import ignore_captures
 from ..ports import Pace
 from .copy_engines import (
     CHUNK_BYTES,
@@ -176,6 +177,7 @@ class StreamEngine(CopyEngine):
 
     def _run_beside(self, launching: _Launching, jobs: list[CopyJob], device: int) -> None:
         with torch.cuda.device(device):
+            ignore_captures()
             self._run(launching, jobs)
 
     def _run(self, launching: _Launching, jobs: list[CopyJob]) -> None:
