@@ -27,12 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from recipe_settings import JUDGED, VERSION, Recipe, recipes  # noqa: E402
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig  # noqa: E402
-from megatron.core.dist_checkpointing.moe.core_versions.training import uses_cuda_graphs  # noqa: E402
 from megatron.core.dist_checkpointing.moe.errors import UsageError  # noqa: E402
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import needs_fresh_process  # noqa: E402
 from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import refuse_stages  # noqa: E402
 from megatron.core.dist_checkpointing.moe.megatron_state.supported import unsupported_settings  # noqa: E402
-from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import KEPT_AS_GENERATOR  # noqa: E402
 from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings  # noqa: E402
 from megatron.core.dist_checkpointing.moe.stock import flags  # noqa: E402
 
@@ -67,8 +65,6 @@ def refusals(recipe: Recipe, strategy: str) -> Iterator[str]:
             refuse_stages(recipe.tree, settings["pipeline_model_parallel_size"])
         except UsageError as error:
             yield str(error)
-    if uses_cuda_graphs(model):
-        yield f"a random state {KEPT_AS_GENERATOR}"
     yield from unsupported_settings(model, wrapping)
     if strategy == "sparse":
         yield from unfreezable_settings(model)

@@ -15,6 +15,7 @@ from unittest import mock
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
 _LOOP = """
 def pretrain():
@@ -47,6 +48,8 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
     args, reruns, memory_flag = get_args(), list(args_reruns), True
     iteration, operations, is_first, entered = args.iteration, 0, True, args.iteration
     forward_backward = get_forward_backward_func()
+    if args.cuda_graph_impl == "full_iteration":
+        forward_backward = FullCudaGraphWrapper(forward_backward, cuda_graph_warmup_steps=1)
     should_exit = False
     if args.overlap_param_gather:
         enable_forward_pre_hook(model)
@@ -75,10 +78,17 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
     if should_exit:
         raise SystemExit(0)
 
+def get_forward_backward_func():
+    def forward_backward(forward_only, p2p_communicator=None, pg_collection=None, **of_core):
+        calls.append('passes' if p2p_communicator is None else f'passes through {p2p_communicator}')
+        return []
+    return forward_backward
+
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
                forward_backward_func, passes):
     for _ in range(passes):
-        losses = forward_backward_func(forward_only=False)
+        losses = forward_backward_func(forward_only=False, model=model, data_iterator=data_iterator,
+                                       num_microbatches=2, seq_length=8)
     if get_args().curr_iteration + 1 == get_args().broken_iteration:
         return {}, True, False, True, 17, None, None, 0
     updated, grad_norm, zeros = optimizer.step()
@@ -133,13 +143,6 @@ _ELSEWHERE = {
         "    calls.append('save')\n"
     ),
     "update_pg_timeout": "def update_pg_timeout(timeout, pg=None):\n    calls.append('timeout')\n",
-    "get_forward_backward_func": (
-        "def get_forward_backward_func():\n"
-        "    def forward_backward(forward_only, p2p_communicator=None, pg_collection=None):\n"
-        "        calls.append('passes' if p2p_communicator is None else f'passes through {p2p_communicator}')\n"
-        "        return []\n"
-        "    return forward_backward\n"
-    ),
     "logical_and_across_model_parallel_group": (
         "def logical_and_across_model_parallel_group(input):\n"
         "    calls.append('reduce')\n"
@@ -171,7 +174,7 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"exit_interval": None, "eval_interval": 2, "do_valid": False, "iteration": 0, "finetune": False}
     given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
-    given |= {"align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
+    given |= {"cuda_graph_impl": "none", "align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
     given |= {"distributed_timeout_seconds_after_init": None, "name_first": False, "lost_in": ""}
     given |= {
         "data_parallel_size": 1,
@@ -195,6 +198,7 @@ def stand_in(args: argparse.Namespace, version: str = "0.19.2", reruns: tuple[in
         "collective": collective,
         "calls": calls,
         "get_args": lambda: args,
+        "FullCudaGraphWrapper": FullCudaGraphWrapper,
         "Optimizer": Optimizer,
         "args_reruns": reruns,
     }

@@ -118,13 +118,20 @@ def test_three_calls_are_enough_and_come_in_the_order_that_a_session_needs() -> 
 def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_the_session() -> None:
     import torch
 
-    loop = Loop()
+    loop = Loop(replays=True)
     with loop.hooks.forward_backward():
         loop.config.finalize_model_grads_func([], torch.tensor(96))
     loop.hooks.loss = 3.0
     loop.optimizer.step()
     ((loss, tokens),) = [call[2:] for call in loop.session.calls if call[0] == "stepping"]
     assert (loss, int(tokens)) == (3.0, 96)
+
+
+def test_passes_run_no_code_of_protection_where_nothing_replays_since_a_graph_would_capture_it() -> None:
+    loop = Loop()
+    finalize = loop.config.finalize_model_grads_func
+    with loop.hooks.forward_backward():
+        assert loop.config.finalize_model_grads_func is finalize
 
 
 def test_no_number_of_a_step_is_read_from_the_device_while_training_could_go_on() -> None:
@@ -151,7 +158,7 @@ def test_no_number_of_a_step_is_read_from_the_device_while_training_could_go_on(
     def made(value: float) -> torch.Tensor:
         return torch.tensor(value).as_subclass(Made)
 
-    loop = Loop()
+    loop = Loop(replays=True)
     loop.optimizer.norm = made(0.25)
     with loop.hooks.forward_backward():
         loop.config.finalize_model_grads_func([], made(96))

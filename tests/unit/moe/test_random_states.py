@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy
 import pytest
@@ -10,6 +15,7 @@ import torch
 
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
+from megatron.pretrain.testing.te_on_cpu.wheel import place
 
 
 class Device:
@@ -47,6 +53,83 @@ def test_after_states_were_put_back_every_generator_draws_what_it_drew_then(devi
     trainer_state.restore_random(taken)
     assert drawn() == first
     assert all(torch.equal(tracker.get_states()[name], state) for name, state in tracked.items())
+
+
+class Graphed(torch.Generator):
+    """As a device's: its state may be that of another generator, which then is drawn from."""
+
+    def __init__(self) -> None:
+        self.drawn_from: torch.Generator = self
+
+    def clone_state(self) -> torch.Generator:
+        return torch.Generator().set_state(self.drawn_from.get_state())
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self.drawn_from
+
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        self.drawn_from = state
+
+
+def tracker_of_engine() -> Any:
+    """Transformer Engine's own, from its source: importing that needs libraries of a GPU."""
+    source = place() / "transformer_engine" / "pytorch" / "distributed.py"
+    if not source.is_file():
+        pytest.skip(f"no Transformer Engine in {source}")
+    kinds = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    only = ast.Module([kind for kind in kinds if kind.name == "CudaRNGStatesTracker"], [])
+    names: dict[str, Any] = {"contextmanager": contextmanager, "torch": torch, "Dict": dict}
+    names |= {"graph_safe_rng_available": lambda: True, "set_all_rng_states": lambda states: None}
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        names[name] = partial(getattr(tensor_parallel.random, name), graph_safe=True)
+    exec(compile(only, str(source), "exec"), names)
+    return names["CudaRNGStatesTracker"]()
+
+
+@pytest.fixture(params=["megatron-core", "transformer engine"])
+def graphed(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """Draws from a tracker that CUDA graphs can be captured with, as dropout does."""
+    own = Graphed()
+    own.manual_seed(11)
+    random = tensor_parallel.random
+    monkeypatch.setattr(random, "_lazy_init", lambda: None)
+    monkeypatch.setattr(random, "_lazy_call", lambda call: call())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (own,))
+    tracker: Any = random.CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    if request.param != "megatron-core":
+        tracker = tracker_of_engine()
+    tracker.add("experts", 9)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+
+    def draw() -> float:
+        with tracker.fork("experts"):
+            return float(torch.rand(1, generator=own.drawn_from))
+
+    return draw
+
+
+def test_generators_that_graphs_refer_to_stay_and_draw_what_they_drew_then(graphed: Callable[[], float]) -> None:
+    graphed()
+    taken = trainer_state.random_states()
+    captured = tensor_parallel.get_cuda_rng_tracker().get_states()["experts"]
+    assert isinstance(captured, torch.Generator)
+    first = [graphed(), graphed()]
+    assert len({*first, graphed()}) == 3
+    trainer_state.restore_random(taken)
+    assert tensor_parallel.get_cuda_rng_tracker().get_states()["experts"] is captured
+    assert [graphed(), graphed()] == first
+
+
+def test_states_of_a_tracker_without_graphs_come_back_in_one_with_and_the_other_way_around(device: Device) -> None:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    taken = trainer_state.random_states()
+    tracker.states_ = {"experts": torch.Generator()}
+    trainer_state.restore_random(taken)
+    assert trainer_state.random_states() == taken
+    tracker.states_ = {"experts": torch.Generator().get_state()}
+    trainer_state.restore_random(taken)
+    assert trainer_state.random_states() == taken
 
 
 def test_states_of_another_kind_of_device_are_named_and_leave_its_own_as_they_are(device: Device) -> None:

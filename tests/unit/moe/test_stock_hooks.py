@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stock_stand_in import Manager, arguments, one_rank, stand_in
+import torch
+from stock_stand_in import Manager, Optimizer, arguments, one_rank, stand_in
 
+from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
@@ -41,6 +45,48 @@ def test_a_checkpoint_and_an_evaluation_come_before_the_snapshot() -> None:
 def test_passes_that_are_run_again_are_protected_again() -> None:
     said = train(arguments(train_iters=1), reruns=(1,))
     assert said == f"begin data rejoin ( passes ) {ITERATION} finish"
+
+
+class Graph:
+    """A stand-in for a CUDA graph: `[`, what was captured, `]`; a replay runs none of it again."""
+
+    def __init__(self) -> None:
+        self.generators: list[Any] = []
+
+    def register_generator_state(self, generator: Any) -> None:
+        self.generators.append(generator)
+
+    def replay(self) -> None:
+        Optimizer.calls.append("replay")
+
+
+@contextlib.contextmanager
+def capturing(graph: Graph, **_of_core: Any) -> Iterator[None]:
+    Optimizer.calls.append("[")
+    yield
+    Optimizer.calls.append("]")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core's own wrapper of whole iterations, over such graphs."""
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    places = {"Stream": lambda: stream, "graph": capturing, "CUDAGraph": Graph, "synchronize": lambda: None}
+    for name, value in (places | {"graph_pool_handle": lambda: (0, 1), "current_stream": lambda: stream}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(full_cuda_graph, "get_all_rng_states", dict)
+    for name in ("curr_iteration", "cuda_graph", "result"):  # core keeps them by class
+        kept = getattr(full_cuda_graph.FullCudaGraphWrapper, name)
+        monkeypatch.setattr(full_cuda_graph.FullCudaGraphWrapper, name, dict(kept))
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_graph_of_whole_iterations_has_passes_in_it_and_no_call_of_protection() -> None:
+    said = train(arguments(cuda_graph_impl="full_iteration"))
+    captured = ITERATION.replace("passes", "[ passes ] replay")
+    replayed = ITERATION.replace("passes", "replay")
+    assert said == f"begin data rejoin {ITERATION} {captured} {replayed} finish"
 
 
 def test_an_iteration_without_a_step_is_not_protected() -> None:

@@ -13,9 +13,10 @@ from stock_stand_in import arguments, stand_in
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock import flags
-from megatron.core.dist_checkpointing.moe.stock.resumed_settings import refuse_other_flags, shaping_flags
+from megatron.core.dist_checkpointing.moe.stock.resumed_settings import refuse_other_flags, shaping_flags, told
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
 from megatron.core.dist_checkpointing.moe.stock.state import StockCounts
+from megatron.core.transformer.enums import CudaGraphModule
 
 HOOKS = {seam.name: Call.go_on for seam in SEAMS["0.19"]}
 
@@ -86,8 +87,6 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
     [
         {"inprocess_restart": True},
         {"optimizer_cuda_graph": True},
-        {"cuda_graph_impl": "full_iteration"},
-        {"cuda_graph_scope": ["attn", "full_iteration"]},
         {"use_megatron_fsdp": True},
         {"use_torch_fsdp2": True},
         {"iterations_to_skip": [3, 4]},
@@ -122,6 +121,53 @@ def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again
     assert flags.check(*given(**{name: True}), "0.19.2") == ""
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not go with --moe-ckpt-strategy sparse"):
         flags.check(*given(strategy="sparse", **{name: True}), "0.19.2")
+
+
+GRAPHS: list[tuple[str, dict[str, Any], set[str]]] = [
+    # Until 0.17 a whole iteration is a scope; modules are names or members of an enumeration.
+    ("whole iterations", {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, {"full"}),
+    ("whole iterations of 0.17", {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, {"full"}),
+    ("whole layers", {"cuda_graph_impl": "local", "cuda_graph_modules": []}, {"full"}),
+    ("routers", {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]}, {"full"}),
+    (
+        "attention",
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [CudaGraphModule.attn]},
+        {"full", "pec", "selective"},
+    ),
+    ("none", {"cuda_graph_impl": "none", "cuda_graph_modules": []}, {"full", "pec", "selective", "sparse"}),
+]
+
+
+@pytest.mark.parametrize("strategy", ["full", "pec", "selective", "sparse"])
+@pytest.mark.parametrize(("graphs", "accepted"), [case[1:] for case in GRAPHS], ids=[case[0] for case in GRAPHS])
+def test_graphs_go_with_what_need_not_see_inside_of_them(
+    graphs: dict[str, Any], accepted: set[str], strategy: str
+) -> None:
+    if strategy in accepted:
+        assert flags.check(*given(strategy=strategy, **graphs), "0.19.2") == ""
+        return
+    with pytest.raises(UsageError) as error:
+        flags.check(*given(strategy=strategy, **graphs), "0.19.2")
+    why = "be run again with frozen operators; use" if strategy == "sparse" else "routers run in a CUDA graph"
+    (said,) = str(error.value).split("; --")
+    assert said.startswith(
+        f"--cuda-graph-impl {graphs['cuda_graph_impl']} does not go with --moe-ckpt-strategy {strategy}"
+    )
+    assert why in said
+
+
+def test_copies_in_waits_of_stages_are_refused_where_a_graph_has_the_waits_in_it() -> None:
+    config = MoECheckpointConfig(strategy="full", copy_placement="bubbles")
+    assert flags.check(config, arguments(cuda_graph_impl="transformer_engine"), "0.19.2") == ""
+    with pytest.raises(UsageError, match=r"full_iteration does not go with --moe-ckpt-copy-placement bubbles.*spread"):
+        flags.check(config, arguments(cuda_graph_impl="full_iteration"), "0.19.2")
+
+
+def test_graphs_of_another_kind_than_before_are_told_in_one_line() -> None:
+    before = shaping_flags(arguments(cuda_graph_impl="none", cuda_graph_modules=[]))
+    now = shaping_flags(arguments(cuda_graph_impl="local", cuda_graph_modules=[CudaGraphModule.attn]))
+    said = told(before, now, keeps_schedule=False)
+    assert said == "--cuda-graph-impl was none and is local; --cuda-graph-modules was [] and is ['attn']"
 
 
 SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "num_experts": 4}

@@ -308,6 +308,12 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "CUDA graphs of whole iterations, of layers and of modules",
+        Untested("`full`; `pec` and `selective` where no router is captured; it has not run on a GPU"),
+        Untested("as in Megatron-LM's loop"),
+        Untested("as in Megatron-LM's loop; `manager.forward_backward` goes around the graph"),
+    ),
+    Feature(
         "metrics, `--metrics-*`",
         Works(f"{_STOCK}metrics.py::test_a_killed_job_tells_all_sinks_of_its_recovery"),
         Absent("Megatron-Bridge has its own"),

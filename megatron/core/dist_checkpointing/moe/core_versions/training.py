@@ -86,6 +86,30 @@ def uses_cuda_graphs(config: Any) -> bool:
     return getattr(config, "cuda_graph_impl", "none") != "none" or bool(getattr(config, "enable_cuda_graph", False))
 
 
+def captures_passes(config: Any) -> bool:
+    """Whether all passes of an iteration are one CUDA graph; nothing of theirs runs in Python once it is captured."""
+    # Up to 0.17 a scope, which newer releases turn into an implementation.
+    return getattr(config, "cuda_graph_impl", "none") == "full_iteration" or "full_iteration" in _captured(config)
+
+
+def captures_routers(config: Any) -> bool:
+    """Whether routers run inside of CUDA graphs, where their hooks are not called."""
+    if not uses_cuda_graphs(config):
+        return False
+    modules = _captured(config)  # none named: whole layers
+    return captures_passes(config) or not modules or not modules.isdisjoint(("moe", "moe_router", "moe_preprocess"))
+
+
+def _captured(config: Any) -> set[str]:
+    """The modules that are captured, by name; `cuda_graph_scope` until 0.18."""
+    found: set[str] = set()
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        given = getattr(config, name, None) or ()
+        each = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+        found.update(getattr(one, "name", one) for one in each)
+    return found - {"full"}
+
+
 def gathers_after_step(member: Any) -> list[tuple[Any, str]]:
     """The methods, as owner and name, by which one optimizer has compute weights gathered at the end of its step."""
     # From 0.18 on a distributed optimizer goes through the groups of buckets itself.

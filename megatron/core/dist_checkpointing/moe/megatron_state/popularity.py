@@ -10,8 +10,15 @@ import torch
 
 from megatron.core.transformer.moe.router import TopKRouter
 
+from ..core_versions.training import captures_routers
+from ..errors import UsageError
 from .arriving import Arriving
 from .module_tree import layers_of_routers
+
+UNCOUNTED = (
+    "routers run in a CUDA graph, where nobody counts their tokens; use --cuda-graph-modules attn, or"
+    " --moe-ckpt-strategy full"
+)
 
 
 def arriving_counts(layers: Sequence[int], counts: torch.Tensor) -> Callable[[], Mapping[int, tuple[int, ...]]]:
@@ -37,6 +44,9 @@ class TokenCounter:
             gating probability has this unit, rounded (MoEvement App. B, Soft-Count). The probabilities are those of the
             router's score function over all experts. Core gives only those of the chosen ones away, so that they are
             taken from what `TopKRouter.routing` is called with (checked: core 0.17.1, 0.19.2).
+
+    Raises:
+        UsageError: Routers run inside of CUDA graphs.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
@@ -44,6 +54,8 @@ class TokenCounter:
         self._counts: dict[int, torch.Tensor] = {}
         self._hooks = ExitStack()
         for router in self._layers:
+            if captures_routers(router.config):
+                raise UsageError(f"tokens cannot be counted: {UNCOUNTED}")
             if gate_unit is None:
                 self._hooks.callback(router.register_forward_hook(self._count).remove)
             else:

@@ -24,19 +24,14 @@ log = logging.getLogger(__name__)
 # States of all generators that training draws from, as bytes: of the host, of the device, of Megatron-Core's tracker.
 #
 # A generator of a GPU has a seed and an offset (16 bytes), one of a CPU a Mersenne twister (5056 bytes); neither can be
-# made into the other. States of the host are the same everywhere.
+# made into the other. States of the host are the same everywhere. Under CUDA graphs the tracker has generators in place
+# of their states, and the graphs refer to them: they stay, and are given other states.
 
 DEVICE, TRACKED = "device", "tracker/"
 
 
-KEPT_AS_GENERATOR = "is a generator, as CUDA graphs need it, and cannot be captured"
-
-
-def _tracked() -> dict[str, torch.Tensor]:
-    states: dict[str, Any] = tensor_parallel.get_cuda_rng_tracker().get_states()
-    for name, tracked in states.items():
-        if not isinstance(tracked, torch.Tensor):
-            raise UsageError(f"random state {name} {KEPT_AS_GENERATOR}")
+def _tracked() -> dict[str, torch.Tensor | torch.Generator]:
+    states: dict[str, torch.Tensor | torch.Generator] = tensor_parallel.get_cuda_rng_tracker().get_states()
     return states
 
 
@@ -45,7 +40,7 @@ def random_states() -> dict[str, memoryview]:
     states = {"python": _python_bytes(), "numpy": _numpy_bytes(), "torch": _bytes_of(torch.get_rng_state())}
     states[DEVICE] = _bytes_of(torch.cuda.get_rng_state())
     for name, tracked in _tracked().items():
-        states[f"{TRACKED}{name}"] = _bytes_of(tracked)
+        states[f"{TRACKED}{name}"] = _bytes_of(tracked if isinstance(tracked, torch.Tensor) else tracked.get_state())
     return {name: memoryview(states[name]) for name in sorted(states)}
 
 
@@ -55,7 +50,13 @@ def restore_random(tensors: Mapping[str, memoryview]) -> None:
     _set_numpy(tensors["numpy"])
     torch.set_rng_state(_tensor_of(tensors["torch"]))
     torch.cuda.set_rng_state(_tensor_of(tensors[DEVICE]))
-    tracked = {name: _tensor_of(tensors[f"{TRACKED}{name}"]) for name in _tracked()}
+    tracked = _tracked()
+    for name, own in tracked.items():
+        state = _tensor_of(tensors[f"{TRACKED}{name}"])
+        if isinstance(own, torch.Tensor):
+            tracked[name] = state
+        else:
+            own.set_state(state)
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
 
 

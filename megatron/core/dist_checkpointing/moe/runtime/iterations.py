@@ -311,7 +311,8 @@ class Iterations:
     def _noting_tokens(self) -> Iterator[None]:
         """Note by how many tokens gradients are divided: a stage that replays alone is not told by the last one."""
         finalize = getattr(self._transformer, "finalize_model_grads_func", None)
-        if finalize is None or self._session.is_replaying:
+        # Nobody else asks, and where passes are captured as a CUDA graph there may be no copy to the host in them.
+        if finalize is None or self._session.is_replaying or not self._replays:
             yield
             return
 

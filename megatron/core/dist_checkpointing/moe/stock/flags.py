@@ -11,7 +11,9 @@ from typing import Any
 from .. import features
 from ..config import MoECheckpointConfig, add_flags, flag, from_namespace
 from ..contradictions import contradictions, inelastic
+from ..core_versions.training import captures_passes, captures_routers
 from ..errors import UsageError
+from ..megatron_state.popularity import UNCOUNTED
 from ..policy.partial import BOTH, OPTIMIZER, PEC_SCOPES, SELECTIONS
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
@@ -175,9 +177,19 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
         if value is not None and applies(value):
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
+    yield from _unfit_graphs(config, args)
     yield from unfit_expert_saves(args, config.strategy)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
+
+
+def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each part of protection that has to see what runs inside of CUDA graphs."""
+    told = f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')} does not go with"
+    if STRATEGIES[config.strategy].counts_tokens and captures_routers(args):
+        yield f"{told} --moe-ckpt-strategy {config.strategy}: {UNCOUNTED}"
+    if config.copy_placement == "bubbles" and captures_passes(args):
+        yield f"{told} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
 
 
 def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
@@ -209,11 +221,6 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(getattr(value, "name", value))
 
 
-def _captures_whole_iterations(scope: Any) -> bool:
-    scopes = scope if isinstance(scope, list | tuple) else [scope]
-    return any(getattr(each, "name", each) == "full_iteration" for each in scopes)
-
-
 _Rule = tuple[str, Callable[[Any], bool], str]
 
 _SHARDED = "its shards are not those that can be enumerated; use --use-distributed-optimizer"
@@ -222,8 +229,6 @@ _SAMPLES = "samples that the data loader passes by are not counted as it is rest
 _ALWAYS: tuple[_Rule, ...] = (
     ("inprocess_restart", bool, "a process that goes on holds memory; let the launcher restart it"),
     ("optimizer_cuda_graph", bool, "the step has to be entered anew each time, to wait for copies"),
-    ("cuda_graph_impl", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
-    ("cuda_graph_scope", _captures_whole_iterations, "a captured iteration has no place to wait for copies"),
     ("optimizer", lambda kind: kind not in ("adam", "muon"), "its state is not known; use adam or muon"),
     (
         "optimizer",
@@ -257,6 +262,11 @@ _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
     ("optimizer", lambda kind: kind == "muon", "its steps with frozen operators are not exact; use full or pec"),
+    (
+        "cuda_graph_impl",
+        lambda impl: impl != "none",
+        "what was captured cannot be run again with frozen operators; use --moe-ckpt-strategy full",
+    ),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
     ("delay_wgrad_compute", bool, "weight gradients computed later cannot be frozen; use --moe-ckpt-strategy full"),
     ("overlap_moe_expert_parallel_comm", bool, "passes of two microbatches in one cannot be frozen; use full"),

@@ -3,7 +3,8 @@
 One iteration of the loop, and the calls of `MoECheckpointManager` on the way:
 
     train_step                      `begin` before the first one of a replay, `rejoin` before the first one that is new
-        forward_backward            inside `forward_backward`; once more for each time that the loop runs it again
+        forward_backward            inside `forward_backward`; once more for each time that the loop runs it again. What
+                                    the loop wraps it with lies inside, too: CUDA graphs of whole iterations
         optimizer.step              wrapped by the manager
         returns                     `step_done`, unless the loop is about to leave with no step made
     samples are counted
@@ -110,7 +111,6 @@ class Hooks:
             "load_checkpoint": self._load_checkpoint,
             "build_train_valid_test_data_iterators": self._build_data,
             "train": self._train,
-            "get_forward_backward_func": self._get_forward_backward_func,
             "train_step": self._train_step,
             "training_log": self._training_log,
             "post_training_step_callbacks": self._post_training_step_callbacks,
@@ -341,7 +341,7 @@ class Hooks:
         replayed, started_s = manager.is_replaying, time.monotonic()
         self._is_in_step, self._is_updated, self._lost_peer = True, False, None
         try:
-            outcome = call.go_on()
+            outcome = call.replacing(forward_backward_func=self._protected(call["forward_backward_func"])).go_on()
         except Exception as error:
             if self._is_updated and is_lost_peer(error):
                 self._count()  # all that is missing is the mean loss
@@ -385,14 +385,11 @@ class Hooks:
             self._quiet.forget_losses()
             self._quiet.go_on()
 
-    def _get_forward_backward_func(self, call: Call) -> Any:
-        forward_backward = call.go_on()
+    def _protected(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """The passes of a step, as the loop has wrapped them, with the calls of the manager around."""
+        manager = self._manager
 
-        @functools.wraps(forward_backward)
         def protected(**options: Any) -> Any:
-            if options.get("forward_only"):
-                return forward_backward(**options)
-            manager = self._manager
             with manager.forward_backward():
                 losses = forward_backward(**options | boundary(manager, options))
             manager.loss = mean_loss(losses)
