@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
 from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
 from megatron.core.transformer.moe.router import TopKRouter
@@ -75,3 +76,12 @@ def test_what_was_taken_stays_what_it_was_while_the_next_passes_count() -> None:
     taken = counter.take()
     router(PROBABILITIES)
     assert taken() == taken() == {4: (3, 2, 1)}
+
+
+def test_a_captured_router_is_refused_in_any_loop_since_its_hooks_do_not_run() -> None:
+    router = Router()
+    vars(router.config).update(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"])
+    TokenCounter([router])
+    router.config.cuda_graph_modules.append("moe_router")
+    with pytest.raises(UsageError, match=r"tokens cannot be counted: routers run in a CUDA graph.*modules attn"):
+        TokenCounter([router])
