@@ -72,7 +72,7 @@ def train_step(iteration):
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     sizes = {"train_iters": ITERATIONS, "global_batch_size": SAMPLES, "micro_batch_size": 1, "seq_length": TOKENS}
     manager = MoECheckpointManager(model, optimizer, scheduler, MoECheckpointConfig.from_argv(sys.argv[1:]), **sizes)
     with manager.run():
