@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
+from megatron.core.dist_checkpointing.moe.strategies.sparse import windows as windows_module
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import MEASURED, Budget, Timetable, timetable
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
@@ -595,3 +596,31 @@ def test_a_window_that_is_no_number_of_iterations_is_refused(window: str) -> Non
 def test_a_window_of_more_iterations_than_operators_is_refused_with_both_numbers() -> None:
     with pytest.raises(UsageError, match="--moe-ckpt-window 40 is more than the 10 operators"):
         Sparse(job_of(replace(CONFIG, window="40")))
+
+
+def test_what_is_remembered_of_a_moment_is_added_up_when_asked_for_and_stays_whatever_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added: list[int] = []
+    monkeypatch.setattr(windows_module, "add", lambda a, b: added.append(b) or a + b)
+    strategy = Sparse(job_of())
+    for count in range(1, 4):
+        strategy.plan(count)
+        strategy.on_token_counts(count, [[count] * 4] * 2)
+    remembered, now = strategy.remembered(), strategy.to_data()
+    for count in range(4, 24):
+        strategy.on_token_counts(count, [[count] * 4] * 2)
+    before = len(added)
+    assert json.dumps(remembered()) == json.dumps(now)
+    assert now["popularity"]["counts"] == [[6] * 4] * 2
+    assert before <= 8 * 8 * 3  # of twenty iterations nobody asked for: now and then, so that they do not pile up
+    assert strategy.to_data()["popularity"]["counts"] == [[sum(range(24))] * 4] * 2
+
+
+def test_windows_of_one_order_share_their_plans_and_their_operators() -> None:
+    job = job_of()
+    table, reordered = timetable(job, {}, window=2), timetable(job, {expert(1, 0): 9}, window=2)
+    one, other = table.window.beginning(4), table.window.beginning(6)
+    assert one.plan(4).parts is other.plan(6).parts and (one.plan(5).iteration, other.plan(7).iteration) == (5, 7)
+    assert one.plan(4).operators is other.plan(6).operators == frozenset(one.plan(4).parts)
+    assert reordered.groups != table.groups and reordered.window.plan(0).operators is one.plan(4).operators

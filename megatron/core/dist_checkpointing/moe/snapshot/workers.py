@@ -139,11 +139,13 @@ class ReplicationWorker:
         if task.writers is None:
             return False
         writers, task.writers = task.writers, None
+        # Taken out of the task: what it gives is freed here, and not by training's thread with the task.
+        remembered, task.remembered = task.remembered, dict
         try:
             # The first piece last: a recovery goes to the newest iteration that has it, and then wants the others too.
             held = self._identity.pieces(task.pieces)
             for (index, piece), writer in reversed([*zip(held, writers, strict=True)]):
-                scalars = {**task.scalars, **task.remembered()} if index == 0 else {}
+                scalars = {**task.scalars, **remembered()} if index == 0 else {}
                 writer.seal(self._identity.facts(piece, scalars))
         finally:
             for writer in writers:

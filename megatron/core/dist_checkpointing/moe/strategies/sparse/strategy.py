@@ -99,7 +99,7 @@ class Sparse(Strategy):
 
     Order. `--moe-ckpt-ordering`; experts are ordered again, between windows, when the shares of enough of them have
     changed until the last snapshot of a window is planned (MoEvement 3.5): another thread then has an iteration to find
-    the next order. What is used most is anchored last, and so is frozen for longest in a replay.
+    the next order. The most used is anchored last, and so is frozen for longest in a replay.
 
     Failure. When a snapshot of a window fails on any rank, the window restores nothing: it is given up, and the next
     iteration begins another one.
