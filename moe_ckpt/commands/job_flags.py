@@ -113,7 +113,7 @@ class JobCommand(click.Command):
                 formatter.write_dl(records)
 
 
-class _Whole(click.ParamType):  # type: ignore[type-arg]
+class _WholeNumber(click.ParamType):  # type: ignore[type-arg]
     """A whole number in a range."""
 
     name = "integer"
@@ -149,7 +149,7 @@ def number(
         metavar: Name of the value in `--help`.
         show_default: Whether `--help` shows the default.
     """
-    kind = _Whole(minimum, maximum)
+    kind = _WholeNumber(minimum, maximum)
     return click.option(*names, type=kind, default=default, metavar=metavar, show_default=show_default, help=help)
 
 

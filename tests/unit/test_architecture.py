@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 ENGINE, DRIVER, TOOLS = "megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt"
 
 PURE = frozenset(
-    "__future__ abc bisect collections dataclasses enum fractions functools hashlib heapq itertools math operator re "
-    "statistics string typing".split()
+    "__future__ abc bisect collections copy dataclasses enum fractions functools hashlib heapq itertools math operator "
+    "re statistics string typing".split()
 )
 """The standard library of packages that decide: no I/O, clock, environment, randomness or threads."""
 
