@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig  # n
 from megatron.core.dist_checkpointing.moe.errors import UsageError  # noqa: E402
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import needs_fresh_process  # noqa: E402
 from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import refuse_stages  # noqa: E402
-from megatron.core.dist_checkpointing.moe.megatron_state.supported import unsupported_settings  # noqa: E402
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_settings  # noqa: E402
 from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings  # noqa: E402
 from megatron.core.dist_checkpointing.moe.stock import flags  # noqa: E402
 

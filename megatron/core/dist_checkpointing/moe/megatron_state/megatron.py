@@ -44,6 +44,8 @@ from .optimizer_state import (
     members_by_layer,
     optimizer_members,
     scale_of,
+    unsupported_optimizers,
+    unsupported_settings,
 )
 from .quantization import is_quantized, quantization_tensors, raw, raw_fields
 from .restore import (
@@ -55,7 +57,6 @@ from .restore import (
     recast_quantized_weights,
     settle_gathers,
 )
-from .supported import unsupported_optimizers, unsupported_settings
 
 
 def read_topology(ranks_per_node: int) -> Topology:
