@@ -140,3 +140,10 @@ class Job:
     def losses(self) -> dict[int, tuple[float, float]]:
         """Of each iteration, as it ran last, the loss and the norm of the gradients."""
         return {report["iteration"]: (report["lm_loss"], report["grad_norm"]) for report in self.reports}
+
+
+def unfit_nccl(release: str) -> str:
+    """Why this release of NCCL cannot have several ranks on one GPU, in one line; empty where it can."""
+    if tuple(int(part) for part in release.split(".")[:2] if part.isdigit()) >= (2, 30):
+        return ""
+    return f"NCCL {release or 'unknown'} takes one rank for each GPU (expected 2.30 and newer): bring pack nccl"

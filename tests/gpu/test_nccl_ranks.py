@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_driver import DETERMINISTIC, LOCAL, SMALL, TIMEOUT_S, bounded, corpus, ending
+from gpu_driver import DETERMINISTIC, LOCAL, SMALL, TIMEOUT_S, bounded, corpus, ending, unfit_nccl
 from gpu_place import REHEARSED, needs_device
 
 pytestmark = needs_device
 
 Record = Callable[..., None]
-RANKS, OLDEST_NCCL = 4, (2, 30)
+RANKS = 4
 ITERATIONS = 10
 LAYOUT = """
 --moe-token-dispatcher-type alltoall --num-layers 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
@@ -38,7 +38,7 @@ SHARED_GPU = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
-NOTED = re.compile(r".*(?:communicators|is gone|parked|parks|kept their processes).*")
+NOTED = re.compile(r".*(?:communicators|peer failure|parked|parks|kept their processes).*")
 """Log lines that say how survivors got out of it."""
 
 
@@ -56,9 +56,8 @@ def nccl() -> None:
     script = "import torch, test_machine; print(test_machine.loaded_nccl())"
     command, here = [sys.executable, "-c", script], Path(__file__).parent
     done = subprocess.run(command, cwd=here, env=os.environ | preloaded(), capture_output=True, text=True)
-    said = done.stdout.strip()
-    if tuple(int(part) for part in said.split(".")[:2] if part) < OLDEST_NCCL:
-        pytest.skip(f"NCCL {said or 'unknown'} takes one rank for each GPU (expected 2.30 and newer): bring pack nccl")
+    if reason := unfit_nccl(done.stdout.strip()):
+        pytest.skip(reason)
 
 
 @dataclass

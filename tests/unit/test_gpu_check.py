@@ -14,7 +14,7 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL, Job, corpus
+from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL, Job, corpus, unfit_nccl
 from megatron_flags import judged
 
 from megatron.pretrain.indexed_corpus import open_corpus
@@ -52,6 +52,12 @@ def test_a_machine_that_is_not_fit_is_refused_with_one_line(found: dict[str, Any
         gpu_check.check(MACHINE | found, rehearsed=False)
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("release", "named"), [("2.28.9", "2.28.9"), ("", "unknown"), ("3", ""), ("2.30.7", "")])
+def test_an_nccl_that_takes_one_rank_for_each_gpu_is_named_with_what_to_bring(release: str, named: str) -> None:
+    line = f"NCCL {named} takes one rank for each GPU (expected 2.30 and newer): bring pack nccl"
+    assert unfit_nccl(release) == (line if named else "")
 
 
 @pytest.mark.parametrize(
