@@ -37,7 +37,7 @@ def test_every_benchmark_is_run_here_and_by_make_bench() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in ROWS]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else pytest.mark.ci) for name in ROWS]
 )
 def test_a_benchmark_prints_its_table(name: str, corpus: str) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--turns", "1"]
