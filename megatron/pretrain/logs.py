@@ -29,20 +29,14 @@ def configure_logging(launch: Launch) -> None:
     for ours in (driver, subsystem):
         ours.propagate = False
         ours.handlers.clear()
-        ours.addHandler(_handler(sys.stdout, lambda level: level < logging.WARNING))
-        ours.addHandler(_handler(sys.stderr, lambda level: level >= logging.WARNING))
+        ours.addHandler(_handler(sys.stdout, lambda level: level < logging.WARNING, "[moe-ckpt] %(message)s"))
+        ours.addHandler(
+            _handler(sys.stderr, lambda level: level >= logging.WARNING, "[moe-ckpt] %(levelname)s: %(message)s")
+        )
 
 
-def _handler(stream: TextIO, wanted: Callable[[int], bool]) -> logging.Handler:
+def _handler(stream: TextIO, wanted: Callable[[int], bool], form: str) -> logging.Handler:
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: wanted(record.levelno))
-    handler.setFormatter(_Formatter("[moe-ckpt]%(level)s %(message)s"))
+    handler.setFormatter(logging.Formatter(form))
     return handler
-
-
-class _Formatter(logging.Formatter):
-    """The name of the subsystem, and the level from warnings on; the rank stands in messages of one rank."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.level = "" if record.levelno < logging.WARNING else f" {record.levelname}:"
-        return super().format(record)
