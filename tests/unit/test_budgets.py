@@ -51,17 +51,16 @@ def test_a_folder_has_no_more_lines_than_its_budget_and_the_budget_follows(folde
 
 def code_of(path: Path) -> int:
     """Lines that are neither blank nor a comment, a docstring or an import: what has to be understood."""
-    text, tree = path.read_text(encoding="utf-8"), ast.parse(path.read_text(encoding="utf-8"))
-    told = (ast.Import, ast.ImportFrom)
     others = {
         line
-        for node in ast.walk(tree)
-        if isinstance(node, told) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     return sum(
         1
-        for at, line in enumerate(text.splitlines(), 1)
+        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if at not in others and line.strip() and line.strip()[0] != "#"
     )
 
