@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from gpu_place import DEVICE, copy_engine, needs_device, sized
+from no_trainer import NoTrainer
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
@@ -15,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, Par
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
-from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
@@ -26,17 +27,6 @@ pytestmark = needs_device
 EXPERT = expert(0, 0)
 NUMEL = sized(256 << 20, 1 << 18)
 WAIT_S = 60.0
-
-
-class NoTrainer:
-    def scalars(self) -> dict[str, Json]:
-        return {}
-
-    def tensors(self) -> Mapping[str, memoryview]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
-        """Nothing but tensors is parked here."""
 
 
 def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:

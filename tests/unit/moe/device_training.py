@@ -10,13 +10,14 @@ import contextlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from no_trainer import NoTrainer
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
@@ -26,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBu
 from megatron.core.dist_checkpointing.moe.megatron_state.arriving import Arriving
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Throttle
@@ -77,17 +78,6 @@ class Findings:
         blocked = [f"{one.thread} was held up by a copy of {one.nbytes} bytes" for one in self.blocking]
         waited = [f"training's thread has waited for {self.waited} kernels"] * bool(self.waited)
         return [*self.problems, *blocked, *waited, *(f"{call} on device 0 by {name}" for call, name in self.elsewhere)]
-
-
-class NoTrainer:
-    def scalars(self) -> dict[str, Json]:
-        return {}
-
-    def tensors(self) -> Mapping[str, memoryview]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
-        """Nothing but tensors is trained here."""
 
 
 def piece(name: str, part: Part, tensor: torch.Tensor) -> StateTensor:

@@ -12,7 +12,8 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from device_training import NUMEL, NoTrainer, piece
+from device_training import NUMEL, piece
+from no_trainer import NoTrainer
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
