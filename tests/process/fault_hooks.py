@@ -65,6 +65,21 @@ def slow_storage(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def slow_passes(seconds: float) -> Iterator[None]:
+    """Each forward pass of a stage sleeps so long, so that other stages wait for it while the cores are idle."""
+    from megatron.core.models.gpt import GPTModel
+
+    forward = GPTModel.forward
+
+    def slowly(self: GPTModel, *arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return forward(self, *arguments, **named)
+
+    with mock.patch.object(GPTModel, "forward", slowly):
+        yield
+
+
+@contextlib.contextmanager
 def cut_off_while_persisting(iteration: int, rank: int, folder: str) -> Iterator[None]:
     """The first time that `iteration` is written to storage, `rank` kills itself in the middle of it, and all others
     get no further with it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from attempts import Cluster, recovered
-from fault_hooks import once_sealed
+from fault_hooks import once_sealed, slow_passes
 from runs import Layout, Train, differences, digest, reports_in
 
 pytestmark = pytest.mark.ci
@@ -33,7 +34,8 @@ def test_copies_and_sends_begin_in_waits_of_each_stage_and_bring_a_killed_job_ba
         layout, *given, killed, "--moe-ckpt-strategy", strategy, "--moe-ckpt-replicas", "1", *flags.split(),
         "--moe-ckpt-copy-placement", "bubbles", "--metrics-jsonl", killed / "reports",
         "--moe-ckpt-inject-fault", f"1@{ITERATIONS - 1}",
-        hooks=(once_sealed(cluster.memory, last, layout.ranks),),
+        # Each stage waits longer than a busy machine keeps a copy thread from running.
+        hooks=(once_sealed(cluster.memory, last, layout.ranks), partial(slow_passes, 0.1)),
     )  # fmt: skip
     assert recovered(outcomes[1])[0].startswith("recovered iteration"), outcomes[1].said
     assert not differences(digest(killed, ITERATIONS), digest(straight, ITERATIONS))
