@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.system import sync_folder, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .chain import stacked_name, stacked_object_name
@@ -63,7 +63,7 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-    sync_folder(root)
+    sync_directory(root)
     write_atomically(root / TRACKER, str(merged.chain.iteration).encode())
     return final
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.system import sync_folder, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
 
 from .config import Config
 from .weights import Shape
@@ -154,12 +154,12 @@ def published(target: Path) -> Iterator[Path]:
         yield staging
         for path in staging.iterdir():
             _sync(path)
-        sync_folder(staging)
+        sync_directory(staging)
         os.rename(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    sync_folder(target.parent)
+    sync_directory(target.parent)
 
 
 def staged(target: Path) -> Path:

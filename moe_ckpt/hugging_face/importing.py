@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.system import sync_folder, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
 
 from ..dense.dcp_metadata import Chunk, ChunkExtent
 from ..dense.dense_writer import DenseWriter
@@ -57,7 +57,7 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-    sync_folder(root)
+    sync_directory(root)
     write_atomically(root / TRACKER, RELEASE.encode())
     return final, model.arguments
 

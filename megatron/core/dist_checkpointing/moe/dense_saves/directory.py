@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.moe.storage.system import sync_folder, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
 from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
 
 Step = int | Literal["release"]
@@ -66,11 +66,11 @@ class CheckpointDirectory:
         """Make the staged `iteration` visible; the tracker stays as it is. Raises OSError."""
         staging, final = self.staging(iteration), self.folder(iteration)
         replaced = self.root / f".iter_{iteration:07d}.removing"
-        sync_folder(staging)
+        sync_directory(staging)
         if final.exists():
             final.rename(replaced)
         os.rename(staging, final)
-        sync_folder(self.root)
+        sync_directory(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def track(self, iteration: int) -> None:

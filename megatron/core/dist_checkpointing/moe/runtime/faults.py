@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from ..errors import MoECheckpointError, UsageError
-from ..storage.system import sync_folder
+from ..storage.system import sync_directory
 
 
 class Phase(Enum):
@@ -147,7 +147,7 @@ def _record(ledger_dir: Path, point: FaultPoint) -> bool:
             file.flush()
             os.fsync(file.fileno())
         # The file's name is synced apart from its content: without it a node that goes down here would strike again.
-        sync_folder(ledger_dir)
+        sync_directory(ledger_dir)
     except FileExistsError:
         return False
     except OSError as error:

@@ -120,7 +120,7 @@ class FilesystemStore:
                 freed = self._new_name("freed", snapshot)
                 self.system.rename(self.directory / snapshot.name, freed)
                 # Without this a power cut might bring the name back after its files were deleted.
-                sync_directory(self.system, self.directory)
+                sync_directory(self.directory, self.system)
                 self._delete(freed)
             self._delete_left(snapshot)
 
@@ -141,7 +141,7 @@ class FilesystemStore:
         self.system.rename(aside, self.directory / snapshot.name)
         # Before the sync: should that fail, the snapshot is there all the same and no longer being written.
         self._writing.pop(aside.name, None)
-        sync_directory(self.system, self.directory)
+        sync_directory(self.directory, self.system)
 
     def discard(self, aside: Path) -> None:
         """For writers: remove what was written, as far as the device lets it."""
@@ -224,7 +224,7 @@ class FilesystemWriter(DurableWriter):
             system.sync(self._descriptor)
             write_synced(system, self._aside / MANIFEST, manifest)
             # The names inside must be durable before the rename is: a power cut may keep the one without the other.
-            sync_directory(system, self._aside)
+            sync_directory(self._aside, system)
             self._store.publish(self._aside, self._snapshot)
         self._close()
 

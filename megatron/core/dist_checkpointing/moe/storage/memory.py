@@ -121,7 +121,7 @@ class MemoryWriter(SnapshotWriter):
             write_over(system, directory / self._entry.name, manifest)
             system.rename(directory / self._entry.name, sealed)
             # Costs nothing on a tmpfs; in a folder on a disk the new name is durable only from here on.
-            sync_directory(system, directory)
+            sync_directory(directory, system)
         self._end()
 
     def _discard(self) -> None:

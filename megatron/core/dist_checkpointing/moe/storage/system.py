@@ -294,13 +294,14 @@ def write_over(system: OperatingSystem, path: Path, content: bytes) -> None:
         system.sync(descriptor)
 
 
-def sync_directory(system: OperatingSystem, path: Path) -> None:
+def sync_directory(path: Path, system: OperatingSystem | None = None) -> None:
     """Make renames inside a directory durable. Raises OSError.
 
     Args:
-        system: The calls to use.
         path: The directory.
+        system: The calls to use.
     """
+    system = system or OperatingSystem()
     with opened(system, path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         system.sync(descriptor)
 
@@ -380,13 +381,4 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)  # else a crash could bring the old file back after the caller has gone on
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames inside the folder `path` durable. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(path.parent)  # else a crash could bring the old file back after the caller has gone on
