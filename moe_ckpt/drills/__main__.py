@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     number(
         "--standbys", type=int, default=0, metavar="N",
         help="processes per node that wait to take the place of lost ranks; with any, the other ranks of the job that"
-        " is examined keep their processes (default: 0)",
+        " is examined keep their processes, and the one with stock checkpoints has a standby per rank (default: 0)",
     )  # fmt: skip
     number("--node-share", type=float, default=0.2, help="share of faults that take a whole node (default: 0.2)")
     number("--patience", type=_positive, default=180.0, help="seconds without an iteration that are a hang (180)")

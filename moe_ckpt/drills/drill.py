@@ -42,7 +42,9 @@ class DrillSettings:
         memory: a folder on a tmpfs.
         run_s, mtbf_s, kills: for subject and baseline alike.
         flags: of the training script, for all jobs, and those that begin with --moe-ckpt- for the subject.
-        standbys: processes of each node that wait to take the place of lost ranks of the subject.
+        standbys: processes of each node that wait to take the place of lost ranks of the subject. With any, the
+            baseline has one for each rank, since all of its ranks start again: both jobs start from processes that
+            have done their imports.
     """
 
     folder: Path
@@ -100,7 +102,8 @@ class Drill:
     def best_interval(self) -> dict[str, float]:
         """What a stock checkpoint and a restart cost, and the interval in iterations that is best under these faults.
 
-        See `checkpoint_costs`. A restart takes as long as the start of a job.
+        See `checkpoint_costs`. A restart takes as long as the start of a job; from standbys it is shorter, which the
+        best interval hardly depends on.
         """
         plain = self._run("calibration-plain", ["--exit-interval", str(CALIBRATED)])
         folder = self._settings.folder / "calibration-saving"
@@ -112,10 +115,11 @@ class Drill:
         return dataclasses.asdict(costs) | {"interval": interval}
 
     def baseline(self, interval: int) -> DrillOutcome:
-        """The same job with stock asynchronous checkpoints under the same faults."""
-        folder = self._settings.folder / "baseline"
+        """The same job with stock asynchronous checkpoints under the same faults, and as good a start after each."""
+        settings = self._settings
+        folder = settings.folder / "baseline"
         flags = ["--save-interval", str(interval), "--async-save", *_kept(folder)]
-        return self._run("baseline", flags, struck=True)
+        return self._run("baseline", flags, struck=True, standbys=settings.nproc if settings.standbys else 0)
 
     def reference(self, folder: Path, iterations: int, saved: int) -> Journal:
         """A run without faults and without our checkpoints.

@@ -20,7 +20,7 @@ import pytest
 
 from megatron.pretrain.processes import processes_with
 from moe_ckpt.drills.__main__ import is_right, page
-from moe_ckpt.drills.drill import SUBJECT, UNTIED, DrillSettings
+from moe_ckpt.drills.drill import SUBJECT, UNTIED, Drill, DrillSettings
 from moe_ckpt.drills.job import DrillFailure, DrillJob, JobPlan
 from moe_ckpt.drills.processes import TOKEN, Running
 from moe_ckpt.drills.reports import (
@@ -194,6 +194,22 @@ def judged(**changes: Any) -> dict[str, Any]:
 
 def result(**changes: Any) -> dict[str, Any]:
     return {"seed": 1, "nodes": 2, "nproc": 2, "standbys": 0, "mtbf_s": 30.0, "subject": judged(**changes)}
+
+
+@pytest.mark.parametrize(("standbys", "of_the_baseline"), [(0, 0), (1, 4)])
+def test_stock_checkpoints_start_again_from_standbys_where_the_examined_job_has_them(
+    standbys: int, of_the_baseline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = dict[str, int]()
+
+    def run(self: Drill, name: str, flags: list[str], *, struck: bool, standbys: int) -> None:
+        given[name] = standbys
+
+    monkeypatch.setattr(Drill, "_run", run)
+    drill = Drill(DrillSettings(Path(), Path(), 2, 4, 60.0, 30.0, 100.0, (), standbys=standbys), str)
+    drill.subject()
+    drill.baseline(5)
+    assert given == {"subject": standbys, "baseline": of_the_baseline}
 
 
 def test_the_result_says_how_much_time_was_useful_beside_stock_checkpoints() -> None:
