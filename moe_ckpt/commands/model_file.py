@@ -1,4 +1,4 @@
-"""Models that people name on the command line: a published one, or a JSON file with hyper-parameters."""
+"""Models that people name on the command line: a published one, or a JSON file: ours, or Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.moe.types import ModelShape
 
 from ..simulator.clusters import read_object
 from ..simulator.models import PRESETS, preset
+from .hf_model import is_hf_config, shape_values
 
 LARGEST_SIZE = 2**31 - 1
 LARGEST_COUNT = 100_000
@@ -24,7 +25,8 @@ _COUNTS = ("num_layers", "num_experts", "moe_router_topk", "moe_layer_freq", "nu
 
 
 def load_model(name_or_path: str) -> ModelShape:
-    """The model that `--model` names: a preset, or a JSON file whose keys are the fields of ModelShape.
+    """The model that `--model` names: a preset, or a JSON file whose keys are the fields of ModelShape, or those of a
+    `config.json` of Hugging Face.
 
     The fields have the names of Megatron's TransformerConfig; `name` may be left out and is then the file's. What is a
     preset's name, in upper or lower case, is never taken for a file.
@@ -46,6 +48,8 @@ def load_model(name_or_path: str) -> ModelShape:
 def _read(path: Path) -> ModelShape:
     file = f"model {path if str(path).isprintable() else ascii(str(path))}"
     values = read_object(path, file)
+    if is_hf_config(values):
+        values = shape_values(values, file) | {"name": path.parent.name if path.stem == "config" else path.stem}
     for key in values:
         if key not in _FIELDS:
             likely = difflib.get_close_matches(key[:100], _FIELDS, n=1)
