@@ -25,7 +25,7 @@ from ..simulator.clusters import load_cluster, presets
 from ..simulator.constants import COMEBACKS, THIS_PROJECT
 from ..simulator.cost import MEGATRON_UTILISATION, iteration_cost
 from ..simulator.flags import systems_of
-from ..simulator.inputs import Cluster, TokenDispatch, TrainingJob
+from ..simulator.inputs import Cluster, GradientOverlap, TokenDispatch, TrainingJob
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
 from .from_job import measured
@@ -48,6 +48,7 @@ SHARED = {
     "Model and layout": ("model", "precision", *LAYOUT, "vpp", "world_size", "ranks_per_node"),
     "Batch and cluster": (
         *("global_batch_size", "micro_batch_size", "seq_length", "overlaps", "once_per_node", "nodes_per_token"),
+        *("overlap_grad_reduce", "overlap_param_gather"),
         *("cluster_name", "job_file", "iteration_time_s", "comeback", "restart_s", "host_gbps", "peer_gbps"),
     ),
     "Output": ("rows", "as_json"),
@@ -183,6 +184,8 @@ def _shared() -> Iterator[Callable[..., Any]]:
     as_megatron = "As Megatron's flag of this name."
     yield click.option("--overlap-moe-expert-parallel-comm", "overlaps", is_flag=True, help=as_megatron)
     yield click.option("--moe-enable-deepep", "once_per_node", is_flag=True, help=as_megatron)
+    for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
+        yield click.option(flag, is_flag=True, help=as_megatron)
     yield number("--moe-router-group-topk", "nodes_per_token", default=None, help="Nodes that a token goes to at most.")
     yield click.option(
         "--cluster",
@@ -252,7 +255,8 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
         raise UsageError(f"--freeze-experts: model {shape.name} has no experts to freeze")
     batch, seq_length = _batch(given, topology), given.pop("seq_length")
     exchange = TokenDispatch(*(given.pop(name) for name in ("overlaps", "once_per_node", "nodes_per_token")))
-    training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange)
+    overlap = GradientOverlap(given.pop("overlap_grad_reduce"), given.pop("overlap_param_gather"))
+    training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange, overlap)
     return JobFlags(_setting(training, **given), config, frozen, unused)
 
 

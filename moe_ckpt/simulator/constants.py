@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive, whole
+
+FOUND: dict[str, Any] = json.loads((files(__package__) / "presets" / "constants.json").read_text(encoding="utf-8"))
+"""What was measured or fitted, by `python tools/constants.py` from the files that it names; a test compares."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,8 @@ class Constants:
     Copies:
     replicas: r, peers that keep a snapshot in memory. network_share, host_share: of the rate of a rank's NIC, and of
     its link to the host, that copies reach while training leaves these alone. contention: of the seconds for which a
-    copy and its replicas keep a GPU's link to the host busy, what they add to training (memory and PCIe are shared).
+    copy and its replicas keep a GPU's link to the host busy, what they add to training (memory and PCIe are shared);
+    None: by the roofline, the share of the memory's rate that the link takes from it.
 
     Storage:
     persist_stall_s: what a checkpoint to storage stalls training whatever its size (barriers, commit).
@@ -25,11 +32,13 @@ class Constants:
 
     Recovery:
     detect_s. cold_launch_s: tear down, replace the node, start all processes, import, build the model. connect_s: until
-    a rank has its connections, for each rank of the job. comeback: how processes come back, see `COMEBACKS`. restart_s:
-    of launch and connections together, where that is known; None: from these. local_restart_s: replace the node and
-    connect it, while all others wait. restarts_all: every fault restarts all ranks, as torchrun does, also those that
-    go on from where they stood; so a fault in a recovery always begins it anew. frozen_saves: share of an operator's
-    work that is saved while it is frozen.
+    a rank has its connections, for each rank of the job. store_requests_per_s: that the one server of the store answers
+    while ranks meet. meeting_polls_per_s: of these that ranks make while they wait for the last one. Neither is counted
+    where it is 0. inventory_s: until a rank knows what all hold, for each rank of the job. comeback: how processes come
+    back, see `COMEBACKS`. restart_s: of launch and connections together, where that is known; None: from these.
+    local_restart_s: replace the node and connect it, while all others wait. restarts_all: every fault restarts all
+    ranks, as torchrun does, also those that go on from where they stood; so a fault in a recovery always begins it
+    anew. frozen_saves: share of an operator's work that is saved while it is frozen.
 
     MoC:
     pec_floor: share of the experts in a snapshot at first. pec_slowdown: share by which a snapshot of this size in each
@@ -43,16 +52,19 @@ class Constants:
     replicas: int = 2
     network_share: float = 0.77
     host_share: float = 0.8
-    contention: float = 0.7
+    contention: float | None = FOUND["fitted"]["contention"]
     persist_stall_s: float = 1.2
     upload_slowdown: float = 0.195
     persist_every_s: float = 3 * 3600.0
     detect_s: float = 3.0
-    cold_launch_s: float = 154.0
+    cold_launch_s: float = FOUND["fitted"]["cold_launch_s"]
     connect_s: float = 0.003
+    store_requests_per_s: float = 0.0
+    meeting_polls_per_s: float = 0.0
+    inventory_s: float = 0.0
     comeback: str = "cold"
     restart_s: float | None = None
-    local_restart_s: float = 4.0
+    local_restart_s: float = FOUND["fitted"]["local_restart_s"]
     restarts_all: bool = False
     frozen_saves: float = 1 / 3
     pec_floor: float = 1 / 8
@@ -68,7 +80,7 @@ class Constants:
             value = getattr(self, field.name)
             if field.name in _ABOVE_0:
                 positive(field.name, value)
-            elif isinstance(value, float):  # restart_s may be None
+            elif isinstance(value, float):  # restart_s and contention may be None
                 not_negative(field.name, value)
         for name in (*_SHARES, "frozen_saves"):
             if getattr(self, name) > 1:
@@ -82,13 +94,34 @@ class Constants:
             return max(0.0, self.restart_s - self.meet_s(ranks))
         return self.cold_launch_s * COMEBACKS[self.comeback]
 
-    def meet_s(self, ranks: int) -> float:
-        """Until all ranks are connected."""
+    def meet_s(self, ranks: int, ranks_per_node: int = 8) -> float:
+        """Until all ranks are connected: what the store answers and what NCCL takes, both linear in them.
+
+        Args:
+            ranks: Of the job.
+            ranks_per_node: Ranks that one agent speaks for in the store.
+        """
         linear_s = self.connect_s * ranks
+        if self.store_requests_per_s:
+            linear_s += REQUESTS_PER_NODE * -(-ranks // ranks_per_node) / self.store_requests_per_s
+        if self.meeting_polls_per_s:
+            linear_s += ranks / self.meeting_polls_per_s
         return linear_s if self.restart_s is None else min(linear_s, self.restart_s)
 
+    def gather_s(self, ranks: int) -> float:
+        """Until each rank of a job of `ranks` knows what all hold in memory."""
+        return self.inventory_s * ranks
 
-COMEBACKS = {"cold": 1.0, "standby": 0.09, "in-place": 0.10}
+    @property
+    def knows_restart(self) -> bool:
+        """Whether a restart was measured or given, so that seconds of a recovery are a prediction."""
+        return self.restart_s is not None
+
+
+REQUESTS_PER_NODE = 4
+"""Of an agent while numbers of nodes are settled: 1,026 requests of 256 nodes (decision 083)."""
+
+COMEBACKS: dict[str, float] = FOUND["measured"]["comeback"]
 """How processes come back, and what share of a cold launch that takes: all as new processes, all from standbys that
 have done their imports, or only those of lost ranks, from standbys, while the others keep process and model."""
 
@@ -103,5 +136,11 @@ THIS_PROJECT = replace(
     name="this-project",
     source="All ranks restart after a fault; sources of all constants: `moe-ckpt simulate constants`.",
     restarts_all=True,
+    contention=None,
+    upload_slowdown=FOUND["fitted"]["upload_slowdown"],
+    store_requests_per_s=30_000.0,
+    meeting_polls_per_s=20_000.0,
+    inventory_s=0.36e-3,
 )
-"""Predictions of runs with this project."""
+"""Predictions of runs with this project. What was fitted to another software and cluster and does not show on this one
+(copies beside training) is not taken over: decision 091."""

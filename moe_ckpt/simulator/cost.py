@@ -120,7 +120,7 @@ def iteration_cost(job: TrainingJob, cluster: Cluster, utilisation: Utilisation)
     """Seconds of one iteration without checkpoints and faults (MoEvement App. C).
 
     Counted: the FLOPs of each stage, the all-to-all of its experts, tensor parallelism's sums; gradients and parameters
-    of the distributed optimizer, all of which wait for the last backward pass; the optimizer's step. Stage boundaries
+    of the distributed optimizer, as far as they are not overlapped; the optimizer's step. Stage boundaries
     hide behind other microbatches, context parallelism's exchange behind attention; no activations are recomputed.
     Raises UsageError for a job whose layers cannot fill its stages, and a cluster without a rate for its element size.
 
@@ -278,8 +278,22 @@ class _Parts:
         return 4 * stage.layers * 2 * self.links.ring_s(self.tokens * ways * self.token_bytes, spread)
 
     def sync_s(self, stage: _Stage) -> float:
-        """Reduce-scatter of gradients and all-gather of parameters: of experts, then of all else."""
-        return sum(self.links.ring_s(size, spread) for size, spread in self._state(stage))
+        """Reduce-scatter of gradients and all-gather of parameters: of experts, then of all else.
+
+        With Megatron's overlap they hide behind a backward and a forward pass, which take two thirds and one third of a
+        microbatch, but for the bucket that comes last, here that of one layer.
+        """
+        both_s = sum(self.links.ring_s(size, spread) for size, spread in self._state(stage))
+        reduced_s = both_s * self.travelling_bytes / (self.travelling_bytes + self.job.precision.compute_bytes)
+        overlap, pass_s = self.job.overlap, self.stage_s(stage)
+        return self._exposed_s(stage, reduced_s, 2 / 3 * pass_s * overlap.overlap_grad_reduce) + self._exposed_s(
+            stage, both_s - reduced_s, 1 / 3 * pass_s * overlap.overlap_param_gather
+        )
+
+    def _exposed_s(self, stage: _Stage, exchange_s: float, hidden_s: float) -> float:
+        """What training waits for of an exchange beside computation of so many seconds; 0: beside none."""
+        last_s = exchange_s / max(1, stage.layers)
+        return max(exchange_s - hidden_s, last_s if hidden_s else 0.0)
 
     def network_s(self, number: int, stage: _Stage) -> float:
         """See `network_busy_s`."""

@@ -86,6 +86,18 @@ class TokenDispatch:
 
 
 @dataclass(frozen=True)
+class GradientOverlap:
+    """What of the distributed optimizer's exchange runs beside computation (Megatron's flags of these names).
+
+    overlap_grad_reduce: gradients, bucket by bucket, beside the last microbatch's backward pass. overlap_param_gather:
+    parameters, beside the first microbatch's forward pass.
+    """
+
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+
+@dataclass(frozen=True)
 class TrainingJob:
     """A model, where it runs, and its batch.
 
@@ -100,6 +112,7 @@ class TrainingJob:
     microbatches: int
     seq_length: int
     exchange: TokenDispatch = TokenDispatch()
+    overlap: GradientOverlap = GradientOverlap()
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "microbatches", "seq_length"):

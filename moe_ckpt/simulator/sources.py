@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .constants import COMEBACKS, THIS_PROJECT, Constants
+from .constants import COMEBACKS, FOUND, THIS_PROJECT, Constants
 from .cost import MEGATRON_UTILISATION, MOEVEMENT_UTILISATION, Utilisation
 
 _TABLE3 = "MoEvement Table 3"
@@ -15,16 +15,29 @@ CONSTANTS = {
     "replicas": ("published", "MoEvement 4"),
     "network_share": ("fitted", f"with nic_share, one value: windows of {_TABLE3} (3 of GPT-MoE, 6 of DeepSeek-MoE)"),
     "host_share": ("assumed", "without effect where the network is slower"),
-    "contention": ("fitted", f"{_TABLE3}: MoEvement's overhead in seconds, 3 rows"),
+    "contention": (
+        "fitted",
+        f"{_TABLE3}: MoEvement's ETTR, 12 cells, with local_restart_s. For this project, without a value: assumed by"
+        " the roofline, as Gemini (SOSP 2023) reports no overhead of a checkpoint per iteration; no GPU was measured",
+    ),
     "persist_stall_s": ("fitted", f"{_TABLE3}: CheckFreq's intervals, 3 rows"),
-    "upload_slowdown": ("fitted", f"{_TABLE3}: CheckFreq's intervals, the same 3 rows"),
+    "upload_slowdown": (
+        "fitted",
+        f"{_TABLE3}: CheckFreq's intervals, the same 3 rows; for this project its ETTR, 12 cells, with a cold launch",
+    ),
     "persist_every_s": ("published", "Gemini's three hours"),
     "detect_s": ("assumed", "heartbeats of a few seconds"),
-    "cold_launch_s": ("fitted", f"{_TABLE3}: ETTR of CheckFreq and Gemini; with the node's replacement, on Azure"),
+    "cold_launch_s": ("fitted", f"{_TABLE3}: ETTR of Gemini, 12 cells; with the node's replacement, on Azure"),
     "connect_s": ("published", "MegaScale (NSDI 2024) 3.5: under 5 s for 2,048 GPUs, under 30 s for more than 10,000"),
+    "store_requests_per_s": ("measured", "one TCPStore, decision 083; 4 requests of each node"),
+    "meeting_polls_per_s": ("measured", "that ranks make while they meet: a limit of this project, decision 083"),
+    "inventory_s": ("measured", "CPU time per rank of `catalogue`, see tests/unit/ettr/test_evidence.py"),
     "comeback": ("given", "--restart-mode"),
     "restart_s": ("given", "--restart, or a job's timelines by --from"),
-    "local_restart_s": ("fitted", f"{_TABLE3}: MoEvement's ETTR; not used with torchrun, which restarts all ranks"),
+    "local_restart_s": (
+        "fitted",
+        f"{_TABLE3}: MoEvement's ETTR, with contention; not used with torchrun, which restarts all ranks",
+    ),
     "restarts_all": ("given", "torchrun restarts all ranks"),
     "frozen_saves": ("published", "MoEvement 3.5"),
     "pec_floor": ("published", "MoEvement Fig. 10c"),
@@ -76,7 +89,8 @@ def sourced(constants: Constants = THIS_PROJECT, utilisation: Utilisation = MEGA
         if field.name not in ("name", "source"):
             yield Sourced(field.name, getattr(constants, field.name), *CONSTANTS[field.name])
     for mode, share in COMEBACKS.items():
-        kind = ("measured", "docs/results/standbys.md: restart, rendezvous and build, by those of new processes")
+        where = FOUND["measured"]["source"]
+        kind = ("measured", f"{where}: medians of restart, rendezvous and build, by those of new processes")
         yield Sourced(f"comeback {mode}", share, *kind)
     for utilised in fields(Utilisation):
         if utilised.name != "source":

@@ -66,7 +66,15 @@ class SystemSetting:
             replicas: Peers that receive a copy.
         """
         busy_s = nbytes * (1 + replicas) / self.cluster.host_link_bytes_per_s
-        return self.constants.contention * busy_s
+        return self.contention * busy_s
+
+    @property
+    def contention(self) -> float:
+        """`Constants.contention`; by the roofline what the link takes of the memory's rate, all where none is known."""
+        if self.constants.contention is not None:
+            return self.constants.contention
+        known = self.cluster.gpu_memory_bytes_per_s
+        return min(1.0, self.cluster.host_link_bytes_per_s / known) if known else 1.0
 
     @property
     def launch_s(self) -> float:
@@ -76,7 +84,13 @@ class SystemSetting:
     @property
     def meet_s(self) -> float:
         """Until all ranks are connected."""
-        return self.constants.meet_s(self.job.topology.world_size)
+        topology = self.job.topology
+        return self.constants.meet_s(topology.world_size, topology.ranks_per_node)
+
+    @property
+    def inventory_s(self) -> float:
+        """Until all ranks know what the others hold."""
+        return self.constants.gather_s(self.job.topology.world_size)
 
     @property
     def stage_restart_s(self) -> tuple[float, float]:
@@ -137,8 +151,9 @@ class SystemSetting:
             replay_s,
             iterations,
             from_storage=from_storage,
-            refill_s=constants.detect_s + sum(self.stage_restart_s) + load_s,
+            refill_s=constants.detect_s + sum(self.stage_restart_s) + self.inventory_s + load_s,
             rendezvous_s=self.meet_s,
+            inventory_s=self.inventory_s,
         )
 
     def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> RecoveryCost:

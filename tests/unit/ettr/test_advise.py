@@ -28,8 +28,8 @@ from moe_ckpt.simulator.systems import SYSTEMS, Gemini, MoEvement
 MINUTES = 60.0
 GPT = preset("GPT-MoE")
 LAYOUT = Topology(48, pp=3, ep=8)
-STAGES_ALONE = replace(THIS_PROJECT, restarts_all=False)
-"""As if a launcher replaced the processes of lost nodes only."""
+STAGES_ALONE = replace(THIS_PROJECT, restarts_all=False, contention=0.7, cold_launch_s=154.0)
+"""As if a launcher replaced the processes of lost nodes only, and copies slowed training as on MoEvement's cluster."""
 
 
 def question(

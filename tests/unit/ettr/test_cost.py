@@ -17,8 +17,9 @@ from moe_ckpt.simulator.cost import (
     network_busy_s,
     operator_flops,
 )
-from moe_ckpt.simulator.inputs import Cluster, IterationCost, TokenDispatch, TrainingJob
+from moe_ckpt.simulator.inputs import Cluster, GradientOverlap, IterationCost, TokenDispatch, TrainingJob
 from moe_ckpt.simulator.models import PRESETS, preset
+from reproduce import public_reports
 from reproduce.jobs import azure_job, h100_job, scale_out_job
 
 AZURE = cluster("azure-nc96ads-a100")
@@ -201,3 +202,22 @@ def test_a_group_of_one_has_nothing_to_send() -> None:
 def test_shares_that_no_machine_reaches_are_refused(name: str, value: float) -> None:
     with pytest.raises(UsageError, match=name):
         replace(MOEVEMENT_UTILISATION, **{name: value})  # type: ignore[arg-type]
+
+
+def test_gradients_and_parameters_hide_behind_a_microbatch_but_for_the_last_bucket() -> None:
+    alone = job(world_size=64, pp=2)
+    both = replace(alone, overlap=GradientOverlap(overlap_grad_reduce=True, overlap_param_gather=True))
+    reduced = replace(alone, overlap=GradientOverlap(overlap_grad_reduce=True))
+    waited = [cost(one).sync_s for one in (both, reduced, alone)]
+    assert 0 < waited[0] < waited[1] < waited[2]
+    slow = replace(AZURE, inter_node_bytes_per_s=AZURE.inter_node_bytes_per_s / 100)
+    hidden_s = cost(alone, slow).sync_s - cost(both, slow).sync_s
+    assert hidden_s == pytest.approx(max(cost(alone, slow).stage_s), rel=0.01)  # a backward and a forward pass
+    fast = replace(AZURE, inter_node_bytes_per_s=1e15, intra_node_bytes_per_s=1e15)
+    assert cost(both, fast).sync_s == pytest.approx(cost(alone, fast).sync_s / 16, rel=0.01)  # of 16 layers a stage
+
+
+def test_llama_3_on_16384_gpus_takes_about_as_long_as_reported() -> None:
+    found = {one.name: one.error for one in public_reports.REPORTS if one.name.startswith("Llama")}
+    assert len(found) == 2
+    assert all(abs(error) < 0.15 for error in found.values())
