@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.moe import ProcessInfo, set_for_parking
 from megatron.core.dist_checkpointing.moe.replication.agreement import gathered_by_store
 from megatron.core.dist_checkpointing.moe.replication.interface import of_local_rank, use_for_gloo
+from megatron.core.dist_checkpointing.moe.runtime.silent_ranks import report_silence
 from megatron.pretrain.bound_store import bound_store, is_loopback
 from megatron.pretrain.engine_errors import driver_errors
 
@@ -111,7 +112,11 @@ def start_process_group(
                 launch.rank,
                 lambda own: gathered_by_store(store, "interface", *ranks, own, timeout.total_seconds()),
             )
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    except RuntimeError as error:
+        report_silence(error)  # torch names the key of the store that is not there
+        raise
 
 
 def _joined_store(launch: Launch, timeout: datetime.timedelta) -> dist.Store:

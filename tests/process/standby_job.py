@@ -5,8 +5,9 @@ it trains, and each rank `START-RANK` once all stand at one iteration after the 
 pid, the addresses of its weights, and how often its state was filled from a snapshot. Each process that begins with a
 rank leaves `process-RANK-PID`. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
-before it connects. With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node
-along, and what it has in that folder.
+before it connects. At $STOPS it is stopped in place of killed, and collectives wait no longer than $GROUP_TIMEOUT_S.
+With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node along, and what it has
+in that folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +122,9 @@ def held() -> dict[str, int]:
 def strike(point: str) -> None:
     """Kill this process if it is to be killed here."""
     here = f"{os.environ.get('RANK')}@{os.environ.get('TORCHELASTIC_RESTART_COUNT')}:{point}"
-    if here in os.environ.get("KILLS", "").split(","):
-        os.kill(os.getpid(), signal.SIGKILL)
+    for name, number in (("KILLS", signal.SIGKILL), ("STOPS", signal.SIGSTOP)):
+        if here in os.environ.get(name, "").split(","):
+            os.kill(os.getpid(), number)
 
 
 def struck(owner: Any, name: str, before: str, after: str) -> None:
@@ -148,9 +151,14 @@ def use_cpu_and_instrument() -> None:
 def instrument() -> None:
     """The points of a recovery at which this process may be killed, and what it leaves when it trains."""
     from megatron.core.dist_checkpointing.moe import MoECheckpointManager
+    from megatron.core.dist_checkpointing.moe.dense_saves import writing
 
     struck(loop, "start_process_group", "connect", "connected")
+    struck(MoECheckpointManager, "__init__", "start", "started")
     struck(MoECheckpointManager, "resume", "resume", "resumed")
+    struck(writing, "_write_and_sum", "save", "saved")
+    if "GROUP_TIMEOUT_S" in os.environ:
+        loop._GROUP_TIMEOUT = timedelta(seconds=float(os.environ["GROUP_TIMEOUT_S"]))
     instrument_manager(MoECheckpointManager)
 
 

@@ -28,6 +28,7 @@ INTERLEAVED = Shape(ranks=2, pp=2, ep=1, more=VIRTUAL)
 OVERLAPPED = Shape(ranks=2, pp=1, ep=2, more=("--overlap-grad-reduce", "--overlap-param-gather"))
 EVALUATED = Shape(ranks=4, pp=2, ep=2, more=("--eval-iters", "2", "--eval-interval", "2"))
 DEEP = Shape(ranks=4, pp=4, ep=1)
+STAGES = Shape(ranks=2, pp=2, ep=1)
 AHEAD = Shape(ranks=3, pp=3, ep=1, more=("--mtp-num-layers", "1"))
 MUON = Shape(ranks=4, pp=1, ep=2, more=("--bf16", "--optimizer", "muon"))
 full = pytest.mark.full
@@ -42,15 +43,17 @@ def struck(
     more: Sequence[str] = (),
     script: str = "standby_stock_job.py",
     hang_s: float = 0.0,
+    launches: Sequence[str] = (),
     **variables: str,
 ) -> tuple[Path, str]:
     """Run a job that is struck, under a launcher with standbys; the folder with what its processes left, and what was
-    said. hang_s: after which the launcher ends ranks that hang, which they do once; 0: it does not, nor do they."""
+    said. hang_s: after which the launcher ends ranks that hang, which they do once; 0: it does not, nor do they.
+    launches: more flags of the launcher."""
     slots = job.folder / "slots"
     slots.mkdir()
     launcher = "-m megatron.pretrain.standby.run --moe-ckpt-standbys 1 --standalone --max-restarts 9".split()
     launcher += ["--monitor-interval", "0.1", "--nproc-per-node", str(job.shape.ranks)]
-    launcher += ["--moe-ckpt-hang-timeout", str(hang_s)] * bool(hang_s)
+    launcher += [*["--moe-ckpt-hang-timeout", str(hang_s)] * bool(hang_s), *launches]
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(job.memory)]
     protect += [part for fault in faults.split() for part in ("--moe-ckpt-inject-fault", fault)]
     path = str(ROOT / "tests" / "stock" / script)
@@ -139,3 +142,27 @@ def test_a_second_fault_at_any_point_of_the_recovery_costs_no_other_rank_its_pro
     slots, _ = struck(job, SPARSE, "1@4:forward-backward", kills=second)
     assert survivors(slots, 4, 0, 2) == {0, 1, 2, 3} - lost
     assert job.records() == undisturbed(FOUR)
+
+
+@pytest.mark.parametrize(
+    ("stops", "faults", "place"),
+    [
+        pytest.param("1@0:start", "", "gathered_by_store, called by introduced", id="start"),
+        pytest.param("1@1:resume", "0@4:step", "called by look", id="restore", marks=full),
+        pytest.param("1@0:save", "", "all_done", id="save", marks=full),
+    ],
+)
+def test_a_rank_that_is_stopped_is_named_within_the_limit_of_the_wait_and_no_bit_is_lost(
+    stops: str, faults: str, place: str, new_job: NewJob, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    job = new_job(STAGES)
+    more = ["--moe-ckpt-timeout-s", "10", "--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    _, said = struck(
+        job, "full", faults, kills=stops, more=more, launches=("--shutdown-timeout", "3"), STOPS=stops, KILLS="",
+        GROUP_TIMEOUT_S="30",
+    )  # fmt: skip
+    (line,) = (line for line in said.splitlines() if "peer failure: no answer from" in line)
+    assert "no answer from rank 1: waited in " in line, line
+    assert place in line, line
+    assert "next: the launcher replaces ranks that end or do not answer by standbys or new processes" in line, line
+    assert job.records() == undisturbed(STAGES)

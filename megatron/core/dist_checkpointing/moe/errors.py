@@ -81,5 +81,14 @@ class PeerLost(MoECheckpointError):
     """Another rank did not answer in time, or its connection broke; the sentence names it and what was waited for."""
 
 
+class PeerSilent(PeerLost):
+    """Another rank did not answer in time: it may be stopped, or wait for a third one. `ranks` are those that are known
+    to be missing; empty where only the other end of a connection is known."""
+
+    def __init__(self, sentence: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(sentence)
+        self.ranks = ranks
+
+
 class Terminated(MoECheckpointError):
     """The launcher asked this process to end (SIGTERM), as it does with all when one has failed."""

@@ -59,6 +59,7 @@ from .runtime.peer_links import close_connections, is_lost_peer
 from .runtime.process_info import ProcessInfo
 from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session
+from .runtime.silent_ranks import report_silence
 from .runtime.termination import Termination
 from .runtime.watcher import PATIENCE_S, Watcher, stood_down
 from .standby.heartbeat import own_heartbeat
@@ -189,8 +190,9 @@ class MoECheckpointManager(Iterations):
         try:
             request = Request(load, newest, asked_for, run_again, own_build().survivors)
             self._session.restore(self._trainer, request)
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            report_silence(error)
             raise
         self.restored()
         return self.iteration

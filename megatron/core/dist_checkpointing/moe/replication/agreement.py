@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch.distributed import PrefixStore, Store
 
-from ..errors import MoECheckpointError, UsageError
-from ..ports import Json, PeerLost
+from ..errors import MoECheckpointError, PeerSilent, UsageError
 
 if TYPE_CHECKING:
     from ..ports import Json
@@ -79,18 +78,21 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
         timeout_s: How long the others may take to come.
 
     Raises:
-        PeerLost: Some did not come in time; on rank 0 it names them.
+        PeerSilent: Some did not come in time; names them.
     """
     place, patience = PrefixStore(name, store), timedelta(seconds=timeout_s)
     place.set(str(rank), json.dumps(value))
+    place.append("here", f"{rank} ")
     # Rank 0 reads the values of all and writes them as one: if each rank read each value, the one server of the store
     # would get N^2 requests.
     if rank:
         try:
             place.wait(["all"], patience)
         except RuntimeError:
-            raise PeerLost(f"rank {rank} waited {timeout_s:g} s for rank 0 to say that all have started") from None
+            raise _unstarted(place, rank, world_size, timeout_s) from None
         found: list[Json] = json.loads(place.get("all"))
+        if isinstance(found, str):  # why there is nothing
+            raise PeerSilent(found)
         # Counted by an atomic call, so that exactly one rank finds itself the last.
         if place.add("read", 1) == world_size - 1:
             place.set("all read", "")
@@ -99,15 +101,39 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
     try:
         place.wait(keys, patience)
     except RuntimeError:
-        missing = [key for key in keys if not place.check([key])]
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        raise PeerLost(f"rank 0 waited {timeout_s:g} s for {ranks}, which did not start") from None
+        silent = _unstarted(place, rank, world_size, timeout_s)
+        # Others came later, and would wait longer: they leave with the same words.
+        with suppress(RuntimeError):
+            place.set("all", json.dumps(str(silent)))
+        raise silent from None
     values: list[Json] = [json.loads(one) for one in place.multi_get(keys)]
     place.set("all", json.dumps(values))
     if world_size > 1:
         with suppress(RuntimeError):  # whoever has not read it by now has ended
             place.wait(["all read"], timedelta(seconds=min(timeout_s, _READ_S)))
     return values
+
+
+def _unstarted(place: Store, rank: int, world_size: int, timeout_s: float) -> PeerSilent:
+    """Who has not come, by one request: all ranks give up at about the same time."""
+    missing = not_listed(place.get("here"), world_size)
+    return PeerSilent(f"rank {rank} waited {timeout_s:g} s for {ranks_named(missing)}, which did not start", missing)
+
+
+def not_listed(listed: bytes, world_size: int) -> tuple[int, ...]:
+    """The ranks that have not added their number and a space.
+
+    Args:
+        listed: What ranks have added.
+        world_size: The number of ranks.
+    """
+    here = set(map(int, listed.split()))
+    return tuple(rank for rank in range(world_size) if rank not in here)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Such as `rank 3` or `ranks 3, 7`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 # Where ranks that connect anew find each other: in a store, under a number on which all of them agree.
@@ -117,6 +143,7 @@ LONGEST_PAUSE_S = 0.1
 _ASKED_PER_S = 20_000
 """How often all ranks of a job together ask the one server of a store for the same thing."""
 _ALL_HERE, _GIVEN_UP = b"all", "given up"
+_TOO_LATE = "the last ones came when others had given up; try again"
 
 
 class ConnectionEpochs:
@@ -133,7 +160,7 @@ class ConnectionEpochs:
         self._number = 0
 
     def meet(self, timeout_s: float) -> int:
-        """Wait until all ranks are here. Raises PeerLost naming those that did not come; they may be met later."""
+        """Wait until all ranks are here. Raises PeerSilent for those that did not come; they may be met later."""
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         longest_s = max(LONGEST_PAUSE_S, self._world_size / _ASKED_PER_S)
         self._enter()
@@ -146,9 +173,10 @@ class ConnectionEpochs:
             elif time.monotonic() > deadline:
                 missing = self._missing()
                 self._leave()
-                raise PeerLost(
+                raise PeerSilent(
                     f"rank {self._rank} waited {timeout_s:g} s for all {self._world_size} ranks to connect anew:"
-                    f" {missing}"
+                    f" {f'{ranks_named(missing)} did not come' if missing else _TOO_LATE}",
+                    missing,
                 )
             else:
                 time.sleep(pause_s)
@@ -174,11 +202,6 @@ class ConnectionEpochs:
     def _marks(self) -> str:
         return f"{self._number}/here"
 
-    def _missing(self) -> str:
+    def _missing(self) -> tuple[int, ...]:
         """Who never came to this number; marks stay when their ranks leave."""
-        # By one request: all ranks give up at the same time, and each would ask for each.
-        here = set(map(int, self._store.get(self._marks()).split()))
-        ranks = [str(rank) for rank in range(self._world_size) if rank not in here]
-        if not ranks:
-            return "the last ones came when others had given up; try again"
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not come"
+        return not_listed(self._store.get(self._marks()), self._world_size)  # by one request: all ranks give up now

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from torch.distributed import PrefixStore, Store
 
-from ..errors import UsageError
+from ..errors import PeerSilent, UsageError
 from ..ports import PeerLost
 from .agreement import FIRST_PAUSE_S, LONGEST_PAUSE_S, ConnectionEpochs
 from .connections import Connections, Message, MessageLane, Mover, receive_over, send_over
@@ -59,7 +59,7 @@ class _Transfer:
         while self._lane is not None and not message.ended.wait(max(0.0, left_s)):
             left_s = max(begun_s, self._lane.moved_s) + timeout_s - time.monotonic()
             if left_s <= 0:
-                raise self._transport.broken(self._what, "nothing moved")
+                raise PeerSilent(str(self._transport.broken(self._what, "nothing moved")))
         if message.through:
             return
         # Renewed meanwhile: the new connections are whole, and must not be ended for a message of the old ones.
@@ -179,7 +179,7 @@ class TcpTransport:
         except (PeerLost, RuntimeError) as error:
             connections.end(str(error))
             self._why = str(error)
-            raise PeerLost(str(error)) from None
+            raise error if isinstance(error, PeerLost) else PeerLost(str(error)) from None
         self.connections = connections
         # Threads refer to the connections, not to this object: dropped without `close` it still ends them.
         self._ending = weakref.finalize(self, connections.end, "the transport is gone")
@@ -266,7 +266,7 @@ class TcpTransport:
                 if self.rank + step < self.world_size:
                     self._tell(self.rank + step, value)
         except PeerLost as error:
-            raise PeerLost(f"rank {self.rank} could not {what}: {error}") from None
+            raise type(error)(f"rank {self.rank} could not {what}: {error}") from None
         except ValueError as error:
             raise self.broken(what, f"ranks call for different things: {error}") from None
         return value

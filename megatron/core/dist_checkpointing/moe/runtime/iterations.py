@@ -26,6 +26,7 @@ from ..types import StepJournal
 from .faults import FaultInjector, Phase
 from .peer_links import close_connections, is_lost_peer
 from .session import Session
+from .silent_ranks import report_silence
 from .termination import Termination
 
 
@@ -266,6 +267,7 @@ class Iterations:
         # Before this rank parks, which takes a while: ranks that wait for it in a collective fail at once.
         close_connections()
         self._session.failure(cause)
+        report_silence(error)
 
     def _ready(self) -> None:
         self.begin()

@@ -33,7 +33,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ..device_threads import device_thread
+from ..errors import PeerSilent
 from ..ports import PeerLost
+from ..replication.agreement import ranks_named
 from ..replication.connections import hang_up, keep_alive
 from ..replication.greeting import BACKLOG, Greeting
 
@@ -97,12 +99,12 @@ class PeerLinks:
         _ALL.add(self)
         if steps:
             try:
-                self._connect([(rank + step) % world_size for step in steps], address, len(steps))
+                self._connect([(rank + step) % world_size for step in steps], address, world_size)
             except BaseException:
                 self.forget()
                 raise
 
-    def _connect(self, others: list[int], address: str, incoming: int) -> None:
+    def _connect(self, others: list[int], address: str, world_size: int) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         secret, callers = secrets.token_bytes(_SECRET_BYTES), _Callers()
         with socket.create_server((address, 0), family=family, backlog=BACKLOG) as listener:
@@ -118,8 +120,11 @@ class PeerLinks:
                 self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]} {secret.hex()}")
                 for other in others:
                     self._add(self._called(other), other)
-                for left in range(incoming, 0, -1):
-                    self._add(*self._caller(callers, address, left))
+                waited = {(2 * self._rank - other) % world_size for other in others}  # as far before this rank
+                while waited:
+                    connection, caller = self._caller(callers, address, tuple(sorted(waited)))
+                    self._add(connection, caller)
+                    waited.discard(caller)
             finally:
                 # Shuts the listener down, which ends the thread. Who has called since then, or once too often, is
                 # closed after that, when nobody is added any more.
@@ -128,17 +133,17 @@ class PeerLinks:
                 while (unused := callers.get()) is not None:
                     unused[0].close()
 
-    def _caller(self, callers: _Callers, address: str, left: int) -> tuple[socket.socket, int]:
-        """The next rank that calls. Raises PeerLost."""
-        why = "timed out"
-        with suppress(queue.Empty):
-            if (found := callers.get(timeout=self._left_s)) is not None:
-                return found
+    def _caller(self, callers: _Callers, address: str, left: tuple[int, ...]) -> tuple[socket.socket, int]:
+        """The next rank that calls, of those that have not. Raises PeerLost."""
+        waited = f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {ranks_named(left)} to connect"
+        try:
+            found = callers.get(timeout=self._left_s)
+        except queue.Empty:
+            raise PeerSilent(f"{waited}: timed out") from None  # some of them may wait for others
+        if found is None:
             callers.put(None)
-            why = "connections were given up"
-        raise PeerLost(
-            f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {left} ranks to connect: {why}"
-        )
+            raise PeerLost(f"{waited}: connections were given up")
+        return found
 
     def _called(self, other: int) -> socket.socket:
         where = "an address that it never told"
@@ -153,9 +158,10 @@ class PeerLinks:
             advice = "let the nodes reach each other there, or name another interface with --moe-ckpt-interface"
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 advice = "raise the limit of open files (ulimit -n), of which training alone may take all"
-            raise PeerLost(
+            raise PeerSilent(
                 f"rank {self._rank} could not reach rank {other} at {where} within {self._timeout_s:g} s ({reason}):"
-                f" {advice}"
+                f" {advice}",
+                (other,),
             ) from None
         return connection
 
@@ -218,6 +224,7 @@ _ABORTED: dict[str, dist.ProcessGroup] = {}
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
     *("Application timeout caused pair closure", "Socket Timeout", "ncclRemoteError", "NCCL communicator was aborted"),
+    "wait timeout after",  # of the store, where a rank does not come to a group
 )
 
 

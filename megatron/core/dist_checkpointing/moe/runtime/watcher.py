@@ -30,7 +30,7 @@ from types import CodeType
 from typing import NamedTuple, Protocol
 
 from ..device_threads import device_thread
-from ..errors import PeerLost, Terminated
+from ..errors import PeerLost, PeerSilent, Terminated
 from ..policy.parking import Cause
 from .peer_links import PeerLinks, close_connections
 from .termination import SignalBytes
@@ -53,6 +53,13 @@ class Interrupted(PeerLost):
 
     def __init__(self, sentence: str = "peer failure: all connections closed; a line above names the rank"):
         super().__init__(sentence)
+
+
+class Stalled(Interrupted, PeerSilent):
+    """Raised in the main thread when it stood in one place for too long, though no connection has ended."""
+
+    def __init__(self, sentence: str = "peer failure: the main thread waited too long in one place") -> None:
+        PeerSilent.__init__(self, sentence)
 
 
 class TerminationRequested(Terminated):
@@ -188,7 +195,7 @@ class Watcher:
             if why:
                 self._interrupt_when_stuck(why, cause)
             elif self._stall_s is not None and self._stood_s() > self._stall_s:
-                self._interrupt(f"{self._stall_s:g} s passed", Cause.PEER_LOST)
+                self._interrupt(f"{self._stall_s:g} s passed", Cause.PEER_LOST, Stalled)
 
     def _listen(self, timeout_s: float | None) -> tuple[str, Cause]:
         """Wait for bad news: a sentence, or an empty one."""
@@ -224,7 +231,7 @@ class Watcher:
                 place, since_s = now, time.monotonic()
         self._interrupt(why, cause)
 
-    def _interrupt(self, why: str, cause: Cause) -> None:
+    def _interrupt(self, why: str, cause: Cause, lost: type[Interrupted] = Interrupted) -> None:
         where, until_s, is_forced = self._main.where, time.monotonic() + PROTECTED_S, False
         log.warning("rank %d: %s; the main thread is blocked in %s: closing all connections", self._rank, why, where)
         # Without the lock: the main thread may leave meanwhile, for which it takes the lock.
@@ -241,7 +248,7 @@ class Watcher:
             # Set before anything is aborted: it is raised before Python code can use what aborted calls leave behind.
             # A step that was cut off goes on to its end, in which it must not be interrupted elsewhere.
             if not is_forced:
-                self._main.throw(TerminationRequested if cause is Cause.TOLD_TO_END else Interrupted)
+                self._main.throw(TerminationRequested if cause is Cause.TOLD_TO_END else lost)
         # Links first, which takes no time: to abort communicators may take seconds, and other ranks wait.
         self._links.hang_up()
         self._hang_up()

@@ -85,7 +85,7 @@ class Heartbeat:
 
     def __init__(self, folder: str | None) -> None:
         self._memory: mmap.mmap | None = None
-        self._doing = Activity.STARTING
+        self._doing, self._moved_s = Activity.STARTING, time.monotonic()
         if folder is None:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):  # without it a launcher sees less
@@ -117,8 +117,13 @@ class Heartbeat:
         """Training ends here, or begins anew: no progress is due. lost_a_peer: nothing here is to blame."""
         self._say(Activity.LOST_A_PEER if lost_a_peer else Activity.LEFT)
 
+    @property
+    def stood_s(self) -> float:
+        """Seconds since this process made progress."""
+        return time.monotonic() - self._moved_s
+
     def _say(self, doing: Activity) -> None:
-        self._doing = doing
+        self._doing, self._moved_s = doing, time.monotonic()
         if self._memory is not None:
             self._memory[: _LAYOUT.size] = self._packed(doing)
 

@@ -43,6 +43,7 @@ from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
 from ..runtime.process_info import ProcessInfo, slot_of
+from ..runtime.silent_ranks import report_silence
 from ..standby.heartbeat import own_heartbeat
 from . import dense, flags
 from .deferred_saves import DeferredSaves, SuppressedEffects
@@ -103,6 +104,8 @@ class Hooks:
 
     def __exit__(self, *error: Any) -> None:
         self._running.__exit__(*error)
+        if error[1] is not None:
+            report_silence(error[1])
 
     def by_name(self) -> Mapping[str, Hook]:
         """For `seams.installed`."""
