@@ -1,7 +1,9 @@
-"""What the persister removes."""
+"""What the persister removes, and what it says while storage does not answer."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from simulated_world.memory import Memory
@@ -9,7 +11,7 @@ from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister
+from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, PersistTask
 
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])
 
@@ -24,3 +26,24 @@ def test_a_rank_removes_its_own_snapshots_of_the_named_iterations_from_storage()
     persister = Persister(storage, storage, 0, nobody, lambda piece, index: LAYOUT, clock=SystemClock())  # type: ignore[arg-type]
     persister.free({4})
     assert storage.snapshots().sealed == (SnapshotId(4, 1), SnapshotId(5, 0), SnapshotId(5, 1))
+
+
+@dataclass
+class Clock:
+    """Shows this time."""
+
+    s: float = 100.0
+
+    def now_s(self) -> float:
+        return self.s
+
+
+def test_a_rank_whose_storage_does_not_answer_says_since_when_and_the_others_that_it_is_another() -> None:
+    storage, clock, nobody = FakeStore(Memory(), 0), Clock(), Any
+    persister = Persister(storage, storage, 3, nobody, lambda piece, index: LAYOUT, clock=clock)  # type: ignore[arg-type]
+    stuck = PersistTask((), (), (), running=Future(), begun_s=40.0, written_bytes=3_000_000)
+    assert persister.behind(stuck) == "by rank 3: for 60 s, 3 MB are whole"
+    done = PersistTask((), (), (), running=Future())
+    assert done.running is not None
+    done.running.set_result(None)  # type: ignore[attr-defined]
+    assert persister.behind(done) == "by another rank"

@@ -299,10 +299,10 @@ class SnapshotTracker:
         if persister is None or not plans or self.durable is None:
             return
         # One copy to storage at a time: each keeps its window in memory, where newer snapshots want the room.
-        if any(round_.level is Level.PERSIST for round_ in self.rounds.open):
-            log.warning(
-                "persist skipped for iteration %d: the previous snapshot is still being written", plan.iteration
-            )
+        if written := next((self._tasks[one.key] for one in self.rounds.open if one.level is Level.PERSIST), None):
+            assert isinstance(written, PersistTask)
+            line = "persist skipped for iteration %d: the previous snapshot is still being written %s"
+            log.warning(line, plan.iteration, persister.behind(written))
             self._strategy.on_commit(plans[-1], Level.PERSIST, False)
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             return

@@ -34,6 +34,7 @@ from ..replication.round import ReplicaOffer
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
+from ..types.operators import scaled
 from .persisting import CopyOrder, Identity, carry_out
 
 ATTEMPTS = 3
@@ -226,6 +227,7 @@ class PersistTask:
     failures: list[str] = field(default_factory=list)
     running: Task[None] | None = None
     written_bytes: int = 0
+    begun_s: float = 0.0
     duration_s: float = 0.0
 
 
@@ -267,12 +269,12 @@ class Persister:
 
     def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
-        pause_s, begun_s = FIRST_PAUSE_S, self._clock.now_s()
+        pause_s, task.begun_s = FIRST_PAUSE_S, self._clock.now_s()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._check_stopped()
                 self._write(task)
-                task.duration_s = self._clock.now_s() - begun_s
+                task.duration_s = self._clock.now_s() - task.begun_s
                 task.status = Status.PROTECTED
                 break
             except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
@@ -304,6 +306,13 @@ class Persister:
             self._announce([order for order, _ in found])
             for order, sources in found:
                 task.written_bytes += carry_out(order, sources, self._storage, self._check_stopped)
+
+    def behind(self, task: PersistTask) -> str:
+        """Who still writes this, and since when; any rank may be the one, and only that rank knows."""
+        if task.running is None or task.running.done():
+            return "by another rank"
+        since_s = self._clock.now_s() - task.begun_s if task.begun_s else 0.0
+        return f"by rank {self._rank}: for {since_s:.0f} s, {scaled(task.written_bytes)} are whole"
 
     def _orders(
         self, iteration: int, pieces: Sequence[Piece], held: Sequence[Piece], stack: ExitStack
