@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -28,6 +29,21 @@ def test_an_undisturbed_job_is_protected_to_its_end() -> None:
     (newest,) = {report.protected_iteration for report in reports}
     assert newest is not None and newest % 2 == 0 and newest > 0
     assert {(report.reason, report.persisted_iteration) for report in reports} == {("", None)}
+
+
+@pytest.mark.parametrize("event", [None, 2000, 2600])
+def test_all_ranks_choose_the_same_interval_and_one_of_them_says_which(
+    event: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That they plan the same snapshots is checked by the coordinator in each iteration."""
+    caplog.set_level("INFO")
+    simulation = Simulation(replace(FULL, interval="auto"), iterations=60)
+    _, _, starts = simulation.run(4, **({} if event is None else {"crash": {2: event}}))
+    assert len(starts) == (1 if event is None else 2)
+    said = [int(record.getMessage().split()[1]) for record in caplog.records if "interval: " in record.getMessage()]
+    assert said
+    chosen = {coordinator._strategy._interval_policy.interval for coordinator in simulation.told.coordinators.values()}
+    assert chosen == {said[-1]}
 
 
 def test_the_same_seed_tells_the_same_story() -> None:

@@ -133,7 +133,9 @@ def expected_costs(setting: SystemSetting, job: Job, replicas: int) -> Callable[
 
     def costs(plan: SnapshotPlan) -> Costs:
         nbytes = max(plan_bytes(plan, sizes) for sizes in job.sizes.values())
-        return Costs(setting.iteration_s, 0.0, nbytes / (setting.peer_bytes_per_s(replicas) * free))
+        round_s = nbytes / (setting.peer_bytes_per_s(replicas) * free)
+        stall_s = max(0.0, nbytes / setting.host_bytes_per_s - setting.iteration_s)
+        return Costs(setting.iteration_s, stall_s, round_s, slowed_s=setting.slowed_s(nbytes, replicas))
 
     return costs
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags
+from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.core.dist_checkpointing.moe.strategies import Costs
 from megatron.core.dist_checkpointing.moe.strategies.interval_policy import IntervalPolicy
 
@@ -87,3 +90,86 @@ def test_with_checkfreq_storage_gets_a_snapshot_as_soon_as_the_write_before_has_
 def test_a_fixed_rhythm_of_storage_stays_whatever_writes_take() -> None:
     policy = IntervalPolicy.of(MoECheckpointConfig(persist_dir="/x", persist_interval=50))
     assert policy.on_costs(Costs(1.0, 0.0, 0.1, persist_s=6.5)) == policy
+
+
+AUTO = IntervalPolicy.of(MoECheckpointConfig(strategy="full", interval="auto"))
+
+
+def after(policy: IntervalPolicy, *measured: Costs) -> IntervalPolicy:
+    for costs in measured:
+        policy = policy.on_costs(costs)
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("costs", "interval"),
+    [
+        (Costs(1.0, 0.0, 0.1), 1),
+        (Costs(1.0, 0.004, 0.1, slowed_s=0.005), 1),
+        (Costs(1.0, 0.006, 0.1, slowed_s=0.006), 2),
+        (Costs(1.0, 0.0, 0.1, slowed_s=0.08), 8),
+        (Costs(0.5, 0.03, 0.1), 6),
+        (Costs(1.0, 0.0, 3.2), 4),
+    ],
+)
+def test_auto_takes_the_smallest_interval_that_costs_one_percent_and_lets_replicas_arrive(
+    costs: Costs, interval: int
+) -> None:
+    assert after(AUTO, *[costs] * 5).interval == interval
+
+
+def test_auto_leaves_iterations_without_a_copy_until_it_knows_what_copies_cost() -> None:
+    assert due_iterations(after(AUTO, *[Costs(1.0, 0.0, 0.1)] * 4), range(1, 9)) == [2, 4, 6, 8]
+    before = after(AUTO, *[Costs(1.0, 0.0, 0.1)] * 5)
+    assert before.interval == 1
+    resumed = AUTO.from_data(json.loads(json.dumps(before.to_data())))
+    assert resumed.interval == 2, "a new process has measured no pass without a copy"
+    assert AUTO.from_data(IntervalPolicy(9).to_data()).interval == 9
+
+
+def test_one_slow_iteration_does_not_change_what_auto_chooses_and_neither_does_a_little_less_cost() -> None:
+    usual, slow = Costs(1.0, 0.0, 0.1, slowed_s=0.04), Costs(1.0, 2.0, 9.0, slowed_s=3.0)
+    policy = after(AUTO, usual, slow, usual, slow, usual)
+    assert policy.interval == 4
+    assert after(policy, *[replace(usual, slowed_s=0.03)] * 5).interval == 4
+    assert after(policy, *[replace(usual, slowed_s=0.02)] * 5).interval == 2
+    assert after(policy, *[replace(usual, slowed_s=0.05)] * 5).interval == 5
+
+
+def test_auto_tells_each_choice_once() -> None:
+    policy, said = AUTO, []
+    for slowed_s in [0.04] * 10 + [0.09] * 5:
+        line, policy = policy.on_costs(Costs(1.0, 0.001, 0.25, slowed_s=slowed_s)).taken()
+        said += [line] if line else []
+    assert said == [
+        "interval: 5 (auto; iteration=1 s stall=1 ms slowdown=40 ms replication=0.25 s overhead=0.82%)",
+        "interval: 10 (auto; iteration=1 s stall=1 ms slowdown=90 ms replication=0.25 s overhead=0.91%)",
+    ]
+
+
+def test_the_interval_on_the_command_line_is_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    assert MoECheckpointConfig.from_argv(["--moe-ckpt-interval", "auto"]).interval == "auto"
+    assert MoECheckpointConfig.from_argv(["--moe-ckpt-interval", "7"]).interval == 7
+    parser = argparse.ArgumentParser()
+    add_flags(parser, MoECheckpointConfig, "checkpoints", prefix=MoECheckpointConfig.PREFIX)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--moe-ckpt-interval", "often"])
+    assert "argument --moe-ckpt-interval: invalid int value: 'often'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"interval_policy": "checkfreq"}, "both choose the interval"),
+        ({"elastic": "1:2"}, "needs a fixed interval: give --moe-ckpt-interval N"),
+        ({"strategy": "sparse"}, "--moe-ckpt-interval auto has no meaning with --moe-ckpt-strategy sparse"),
+        (
+            {"replicate": "gradients", "replicas": 1},
+            "needs a snapshot after each step, but has --moe-ckpt-interval auto",
+        ),
+    ],
+)
+def test_auto_is_refused_where_the_interval_is_not_free(others: dict[str, Any], said: str) -> None:
+    config = MoECheckpointConfig(**{"strategy": "full", "interval": "auto", **others})
+    found = "; ".join(contradictions(config, world_size=4, num_experts=8, use_distributed_optimizer=False, stages=1))
+    assert said in found

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -146,13 +146,27 @@ def _argument_options(field: dataclasses.Field[Any], about: Flag, hint: Any) -> 
     return options
 
 
-def _value_type(hint: Any) -> tuple[type[Any], bool]:
-    """The scalar type behind `T`, `T | None` or `tuple[T, ...]`, and whether it takes several values."""
+def _value_type(hint: Any) -> tuple[Callable[[str], Any], bool]:
+    """The scalar type behind `T`, `T | None`, `T | Literal[WORD]` or `tuple[T, ...]`; whether it takes several values.
+
+    Beside a word it is a function of the type's name, which argparse puts into its errors."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
+        parts = [part for part in typing.get_args(hint) if part is not type(None)]
+        words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+        (hint,) = [part for part in parts if typing.get_origin(part) is not typing.Literal]
+        if words:
+            return _word_or(hint, words), False
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     return hint, False
+
+
+def _word_or(kind: type[Any], words: Sequence[str]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        return text if text in words else kind(text)
+
+    parse.__name__ = kind.__name__
+    return parse
 
 
 def _shown(value: Any) -> str:
@@ -218,8 +232,12 @@ class MoECheckpointConfig:
     reorder_fraction: float = flag(
         0.25, "sparse: share of changed experts that triggers a new order in the next window", minimum=0
     )
-    interval: int = flag(
-        1, "iterations between snapshots; the first interval where --moe-ckpt-interval-policy adapts it", minimum=1
+    interval: int | typing.Literal["auto"] = flag(
+        1,
+        "iterations between snapshots; the first interval where --moe-ckpt-interval-policy adapts it. auto: the "
+        "smallest interval at which copies and replicas fit and cost less than 1%% of training, from measurements",
+        metavar="auto|N",
+        minimum=1,
     )
     interval_policy: str = flag(
         "fixed",

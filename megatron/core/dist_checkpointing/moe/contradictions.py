@@ -78,7 +78,12 @@ def contradictions(
         yield "--moe-ckpt-persist-interval, -persist-keep and -pec-k-persist need --moe-ckpt-persist-dir"
     if given.persist_dir is None and given.persist_agent_s is not None:
         yield f"--moe-ckpt-persist-agent-s {given.persist_agent_s:g} needs --moe-ckpt-persist-dir"
-    if given.persist_dir is not None and given.persist_interval < given.interval:
+    if given.interval == "auto" and given.interval_policy != "fixed":
+        yield (
+            f"--moe-ckpt-interval auto and --moe-ckpt-interval-policy {given.interval_policy} both choose the interval:"
+            " leave one of them out"
+        )
+    if given.persist_dir is not None and given.interval != "auto" and given.persist_interval < given.interval:
         yield (
             f"--moe-ckpt-persist-interval {given.persist_interval} is below --moe-ckpt-interval {given.interval}: only "
             "snapshots become persistent"
@@ -140,6 +145,8 @@ def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
             f"--moe-ckpt-elastic {allowed} needs snapshots that are a whole state by themselves: choose"
             f" --moe-ckpt-strategy full, not {given.strategy}"
         )
+    if given.interval == "auto":
+        yield f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval N, not auto"
     if given.replicas == 0 and given.persist_dir is None:
         yield (
             f"--moe-ckpt-elastic {allowed} goes on without lost nodes, whose state is then nowhere: give"

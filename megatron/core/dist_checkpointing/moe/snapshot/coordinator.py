@@ -151,6 +151,7 @@ class _Tally:
     snapshot_bytes: int = 0
     tokens: tuple[tuple[int, CountRows], ...] = ()
     last_stall_s: float = 0.0
+    copy_stall_s: float = 0.0
     iteration_s: float = 0.0
     passes_s: float = 0.0
 
@@ -252,6 +253,9 @@ class Coordinator:
         stall_s = self._stopwatch.resume()
         self._tally.last_stall_s += stall_s
         self._tally.stall_s += stall_s
+        if copied is not None:
+            # Kept until the next copy: the round of this one may end some iterations later.
+            self._tally.copy_stall_s = self._tally.last_stall_s
         return stall_s
 
     @property
@@ -436,7 +440,8 @@ class Coordinator:
             tables = [counts(), beyond()] if beyond is not None else [counts()]
             return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
 
-        costs = Costs(tally.iteration_s, tally.last_stall_s, tracker.last_round_s, tracker.last_persist_s)
+        slowed_s = max(0.0, self._pass_times.slowed_s or 0.0)
+        costs = Costs(tally.iteration_s, tally.copy_stall_s, tracker.last_round_s, tracker.last_persist_s, slowed_s)
         numbers = self._ports.added.numbers
         extra = numbers.take() if numbers is not None else ()
         message = IterationMessage(self._iteration, plan, costs, tracker.statuses, counted, pace, extra)
@@ -465,6 +470,8 @@ class Coordinator:
         before = self._tracker.protection.state
         if self._tracker.update(news.statuses, self._iteration):
             self._strategy.on_costs(news.costs)
+            if (choice := self._strategy.take_choice()) and self._ports.control.rank == 0:
+                log.info("%s", choice)
         now = self._tracker.protection
         if now.state is ProtectionState.PROTECTED is not before and self._ports.control.rank == 0:
             copies = self._job.replicas

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ..errors import MoECheckpointError
@@ -35,6 +35,7 @@ class _Header(NamedTuple):
     negated_stall_us: int
     negated_round_us: int
     negated_persist_us: int
+    negated_slowed_us: int
     least_copy_us: int
     least_bandwidth_bytes_per_s: int
     least_peer_bytes_per_s: int
@@ -50,6 +51,7 @@ class _Header(NamedTuple):
             negated_stall_us=-round(costs.stall_s * MICROSECONDS),
             negated_round_us=-round(costs.round_s * MICROSECONDS),
             negated_persist_us=-round(costs.persist_s * MICROSECONDS),
+            negated_slowed_us=-round(costs.slowed_s * MICROSECONDS),
             least_copy_us=round(pace.iteration_s * MICROSECONDS),
             least_bandwidth_bytes_per_s=int(pace.bandwidth_bytes_per_s),
             least_peer_bytes_per_s=int(min(pace.peer_bytes_per_s, _UNKNOWN)),
@@ -63,8 +65,8 @@ class _Header(NamedTuple):
     @property
     def costs(self) -> Costs:
         """Of the slowest rank."""
-        negated_us = self.negated_iteration_us, self.negated_stall_us, self.negated_round_us, self.negated_persist_us
-        return Costs(*(-cost_us / MICROSECONDS for cost_us in negated_us))
+        first = self._fields.index("negated_iteration_us")
+        return Costs(*(-cost_us / MICROSECONDS for cost_us in self[first : first + len(fields(Costs))]))
 
     @property
     def pace(self) -> Throughput:

@@ -350,6 +350,11 @@ class Strategy(ABC):
         """What the last checkpoint cost."""
         self._interval_policy = self._interval_policy.on_costs(costs)
 
+    def take_choice(self) -> str:
+        """The interval that `--moe-ckpt-interval auto` has just chosen and why, as a log line; empty without news."""
+        choice, self._interval_policy = self._interval_policy.taken()
+        return choice
+
     def throughput_measured(self, throughput: Throughput) -> None:
         """How an iteration went; once per iteration that all ranks have reported."""
         return

@@ -34,7 +34,7 @@ class Growth:
 
     def __init__(self, config: MoECheckpointConfig, args: Any, joining: Joining | None = None) -> None:
         self._joining = joining or joining_here()
-        self._interval, self._args = config.interval, args
+        self._interval, self._args = int(config.interval), args
         self.makes_way = False
 
     def ends_training(self, iteration: int) -> bool:
