@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +38,26 @@ def made(wheel: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_bridge_makes_the_manager_by_its_name(wheel: Any, made: Any) -> None:
     assert isinstance(made, wheel.checkpointing.CheckpointManager)
     assert type(made).__module__ + "." + type(made).__qualname__ == NAME
+
+
+def test_overrides_of_bridge_reach_the_settings_in_the_configuration(wheel: Any) -> None:
+    """As `process_config_with_overrides` does it with a YAML file, behind the merge by OmegaConf."""
+    apply = vars(importlib.import_module("megatron.bridge.training.utils.omegaconf_utils"))["_apply_overrides"]
+
+    @dataclasses.dataclass
+    class Checkpoint:
+        custom_manager_class: str | None = None
+        non_persistent_ckpt_type: str | None = None
+
+    @dataclasses.dataclass
+    class Configuration:
+        checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+
+    cfg = Configuration()
+    vars(cfg.checkpoint)["moe_ckpt"] = {}  # in the recipe: cfg.checkpoint.moe_ckpt = {}
+    apply(cfg, {"checkpoint": {"custom_manager_class": NAME, "moe_ckpt": {"strategy": "full", "interval": "auto"}}})
+    settings = wheel.checkpointing.create_checkpoint_manager(cfg.checkpoint)._run.settings
+    assert (settings.strategy, settings.interval) == ("full", "auto")
 
 
 def test_a_name_outside_of_the_allow_list_is_refused(wheel: Any) -> None:

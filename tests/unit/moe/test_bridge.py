@@ -121,8 +121,44 @@ def test_pretrain_without_a_strategy_is_given_back_as_it_is() -> None:
 
 
 def test_a_manager_without_settings_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"a strategy is missing.*MOE_CKPT_FLAGS"):
+    with pytest.raises(UsageError, match=r"missing strategy.*cfg.checkpoint.moe_ckpt.*MOE_CKPT_FLAGS"):
         bridge.BridgeCheckpointManager(Section())
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_settings_may_be_a_field_of_the_configuration_of_checkpoints(
+    is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(bridge, "MoECheckpointManager", lambda *all_, **_: given.append(all_[3]) or Recorder())
+    field = {
+        "strategy": "full",
+        "interval": "auto",
+        "window": 3,
+        "strict": True,
+        "mtbf_s": None,
+        "inject_fault": ["1@2"],
+    }
+    named = "megatron.core.dist_checkpointing.moe.bridge.BridgeCheckpointManager"
+    config = configuration(checkpoint=Section(moe_ckpt=field, custom_manager_class=None if is_wrapped else named))
+    train = bridge.protected(loads) if is_wrapped else loads
+    train(config, lambda: None)
+    assert given == [
+        MoECheckpointConfig(strategy="full", interval="auto", window="3", strict=True, inject_fault=("1@2",))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"strategy": "full", "intervall": 3}, "checkpoint.moe_ckpt has --moe-ckpt-intervall 3"),
+        ({"strategy": "full", "interval": "often"}, "checkpoint.moe_ckpt: .*interval.*invalid int value: 'often'"),
+        ({}, "missing strategy"),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_refused_by_name(field: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        bridge.protected(loads)(configuration(checkpoint=Section(moe_ckpt=field)), None)
 
 
 def test_another_checkpoint_manager_is_left_alone() -> None:

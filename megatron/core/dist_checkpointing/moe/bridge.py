@@ -4,6 +4,11 @@
 
     bridge.protected(pretrain, MoECheckpointConfig(strategy="full"))(cfg, forward_step)
 
+or with the settings in the configuration, where a YAML file of Bridge's can set them:
+
+    cfg.checkpoint.moe_ckpt = {"strategy": "full", "interval": "auto"}
+    bridge.protected(pretrain)(cfg, forward_step)
+
 `protected` names `BridgeCheckpointManager` as `checkpoint.custom_manager_class`. What Bridge 0.6.2 then calls, and what
 becomes of it (lines of its `training/train.py` and `training/setup.py`):
 
@@ -45,6 +50,9 @@ from .ports import Json
 SETTINGS = "MOE_CKPT_FLAGS"
 """Environment variable with `--moe-ckpt-*` flags, for launch scripts whose text is not to be changed."""
 
+FIELD = "moe_ckpt"
+"""Attribute of Bridge's `cfg.checkpoint` with the settings: names of flags without `--moe-ckpt-`, with underscores."""
+
 _COUNTS = (
     "consumed_train_samples",
     "skipped_train_samples",
@@ -62,15 +70,15 @@ def protected[**Given, Returned](
 
     Args:
         pretrain: Takes Bridge's configuration first, or as `config`.
-        settings: The environment variable MOE_CKPT_FLAGS says them if not given.
+        settings: If not given, those of the environment variable MOE_CKPT_FLAGS, else of `cfg.checkpoint.moe_ckpt`.
 
     Raises:
         UsageError: The settings cannot work with Bridge; or, when called, another checkpoint manager is configured.
     """
     settings = settings or _settings_from_environment()
-    if settings.strategy == "none":
+    if settings is not None and settings.strategy == "none":
         return pretrain
-    run = _Run(settings)
+    run = None if settings is None else _Run(settings)
 
     @functools.wraps(pretrain)
     def protected_pretrain(*given: Given.args, **named: Given.kwargs) -> Returned:
@@ -80,7 +88,7 @@ def protected[**Given, Returned](
         if other not in (None, name):
             raise UsageError(f"checkpoint.custom_manager_class is {other}, and there can be only one: leave it unset")
         config.checkpoint.custom_manager_class = name
-        with run.current():
+        with (run or _Run(_settings_of(config.checkpoint))).current():
             return pretrain(*given, **named)
 
     return protected_pretrain
@@ -89,13 +97,13 @@ def protected[**Given, Returned](
 class BridgeCheckpointManager:
     """What Bridge makes of `checkpoint.custom_manager_class`; its own manager goes on making dense checkpoints.
 
-    Without `protected` around Bridge's `pretrain`, MOE_CKPT_FLAGS says the settings, and other ranks learn of an error
-    on this one as they do without protection.
+    Without `protected` around Bridge's `pretrain`, MOE_CKPT_FLAGS or `cfg.checkpoint.moe_ckpt` has the settings, and
+    other ranks learn of an error on this one as they do without protection.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
         run = _CURRENT.get()
-        self._run = run if run is not None else _Run(_settings_from_environment())
+        self._run = run if run is not None else _Run(_settings_from_environment() or _settings_of(checkpoint_config))
         self._dense = _bridge("checkpointing").DefaultCheckpointManager(checkpoint_config)
         self._manager: MoECheckpointManager | None = None
         self._random: Mapping[str, memoryview] | None = None
@@ -237,8 +245,9 @@ class _Run:
     def __init__(self, settings: MoECheckpointConfig) -> None:
         if settings.strategy == "none":
             raise UsageError(
-                "a strategy is missing: give bridge.protected a MoECheckpointConfig(strategy=...), or set the"
-                f" environment variable {SETTINGS} to flags such as --moe-ckpt-strategy full"
+                f"missing strategy: set cfg.checkpoint.{FIELD} = {{'strategy': 'full'}}, give bridge.protected a"
+                f" MoECheckpointConfig, or set the environment variable {SETTINGS} to flags such as"
+                " --moe-ckpt-strategy full"
             )
         if sentences := "; ".join(features.refusals(features.Loop.BRIDGE, settings)):
             raise UsageError(sentences)
@@ -265,16 +274,40 @@ class _Run:
 _CURRENT: ContextVar[_Run | None] = ContextVar("protected run", default=None)
 
 
-def _settings_from_environment() -> MoECheckpointConfig:
-    """What MOE_CKPT_FLAGS says. Raises UsageError for a flag that is none."""
+def _settings_from_environment() -> MoECheckpointConfig | None:
+    """What MOE_CKPT_FLAGS says, None where it is not set. Raises UsageError for a flag that does not exist."""
+    if SETTINGS not in os.environ:
+        return None
+    try:
+        words = shlex.split(os.environ[SETTINGS])
+    except ValueError as error:
+        raise UsageError(f"{SETTINGS}: {error}") from error
+    return _parsed(words, SETTINGS)
+
+
+def _settings_of(checkpoint: Any) -> MoECheckpointConfig:
+    """What `cfg.checkpoint.moe_ckpt` says, no strategy where it is missing. Raises UsageError for unknown names."""
+    given = getattr(checkpoint, FIELD, None) or {}
+    if isinstance(given, MoECheckpointConfig):
+        return given
+    words: list[str] = []
+    for name, value in given.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
+        words += [f"--{MoECheckpointConfig.PREFIX}{name.replace('_', '-')}", *map(str, values)]
+    return _parsed(words, f"checkpoint.{FIELD}")
+
+
+def _parsed(words: list[str], where: str) -> MoECheckpointConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     add_flags(parser, MoECheckpointConfig, "checkpoints", prefix=MoECheckpointConfig.PREFIX)
     try:
-        found, unknown = parser.parse_known_args(shlex.split(os.environ.get(SETTINGS, "")))
-    except (argparse.ArgumentError, ValueError) as error:
-        raise UsageError(f"{SETTINGS}: {error}") from error
+        found, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{where}: {error}") from error
     if unknown:
-        raise UsageError(f"{SETTINGS} has {' '.join(unknown)}, but takes only --moe-ckpt-* flags")
+        raise UsageError(f"{where} has {' '.join(unknown)}, but takes only --moe-ckpt-* flags")
     return from_namespace(MoECheckpointConfig, found, prefix=MoECheckpointConfig.PREFIX)
 
 
