@@ -73,7 +73,7 @@ def _at_risk(line: Mapping[str, Any]) -> int:
 
 def selective_ablation(turns: int, quick: bool) -> dict[str, Any]:
     """rounds: of each job the median of its iteration times, and means over the snapshots of one rank."""
-    layout = {"NNODES": "4", "NPROC": "1", "PP": "2", "EP": "2", "OPTIMIZER": "plain"}
+    layout = {"NNODES": "4", "NPROC": "1", "PP": "2", "EP": "2", "MOE_CKPT_OPTIMIZER": "plain"}
     model = "--moe-aux-loss-coeff 0" + ("" if quick else " --hidden-size 128 --moe-ffn-hidden-size 512")
     iterations, budget, rounds = 10 if quick else 30, 0, []
 

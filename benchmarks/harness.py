@@ -158,7 +158,11 @@ def run_ranks(script: str | Path, settings: Mapping[str, Any], layout: Mapping[s
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="moe-ckpt-benchmark-") as folder:
         result = Path(folder) / "result.json"
-        environment = os.environ | dict(layout) | {"PYTHON": sys.executable, "SCRIPT": str(script), "MAX_RESTARTS": "0"}
+        environment = (
+            os.environ
+            | dict(layout)
+            | {"MOE_CKPT_PYTHON": sys.executable, "MOE_CKPT_SCRIPT": str(script), "MAX_RESTARTS": "0"}
+        )
         environment[SETTINGS] = json.dumps({**settings, "folder": folder, "result": str(result)})
         command = [str(ROOT / "scripts" / "train_cpu.sh"), *flags.split()]
         subprocess.run(command, env=environment, check=True)
@@ -182,7 +186,7 @@ def under_faults(flags: str, layout: Mapping[str, str], faults: Sequence[str]) -
         words = [*flags.split(), "--metrics-jsonl", str(metrics), "--log-interval", "1000"]
         words += ["--moe-ckpt-memory-dir", folder] * ("--moe-ckpt-strategy" in flags)
         words += [part for one in faults for part in ("--moe-ckpt-inject-fault", one)]
-        environment = os.environ | {"TP": "1", "PYTHON": sys.executable, "TMPDIR": folder}
+        environment = os.environ | {"TP": "1", "MOE_CKPT_PYTHON": sys.executable, "TMPDIR": folder}
         environment |= {name: value.replace("{folder}", folder) for name, value in layout.items()}
         environment["MAX_RESTARTS"] = str(2 * len(faults))
         command = [str(ROOT / "scripts" / "train_cpu.sh"), *words]

@@ -57,7 +57,7 @@ def recoveries(kind: str, faults: tuple[str, ...]) -> list[dict[str, Any]]:
     layout = {
         "NPROC": str(RANKS), "PP": "2", "EP": "2", "STANDBYS": str(standbys), "READY_STANDBYS": str(min(standbys, 1)),
         "SLOTS": "{folder}", "KEEP": str(int(kind.endswith("in place"))),
-        "SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py"),
+        "MOE_CKPT_SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py"),
     }  # fmt: skip
     found = under_faults(f"{flags} --moe-ckpt-recovery {scope}", layout, faults)
     timelines = [line["recovery"] for line in found if "recovery" in line]

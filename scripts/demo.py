@@ -114,7 +114,7 @@ def train(metrics: Path, flags: Sequence[str], **variables: str) -> tuple[list[R
     started_s = time.monotonic()
     log = metrics.with_suffix(".log")
     with log.open("w") as output:
-        environment = os.environ | {"PYTHON": sys.executable} | variables
+        environment = os.environ | {"MOE_CKPT_PYTHON": sys.executable} | variables
         ended = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         sys.stderr.write("".join(log.read_text().splitlines(keepends=True)[-20:]))

@@ -6,27 +6,30 @@
 #   NPROC (4)         processes per node          TP (1)  tensor parallel size
 #   NNODES (1)        nodes, played by as many    PP (2)  pipeline parallel size
 #                     torchrun agents             EP (2)  expert parallel size
-#                     or MIN:MAX, see NODE_OPTIONS
-#   NODE_OPTIONS      more of megatron.pretrain.launch, such as --spares 0 --last-call-s 5
-#   OPTIMIZER         distributed, or plain: then data-parallel ranks hold all of its state (default: distributed)
+#                     or MIN:MAX
 #   MAX_RESTARTS (3)  restarts after a failure    VPP     model chunks per pipeline rank
 #   STANDBYS (0)      processes per node, imports done, that wait to replace lost ranks; with any, the other
 #                     ranks keep their processes
-#   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job, and ranks count as hung: docs/operations.md
-#   PYTHON            interpreter (default: .venv of this repository, else python3)
-#   SCRIPT            another script that takes the same flags
-#   CORPUS            prefix of the .bin/.idx to train on (default: the standard library's sources, made on first use)
+#   MOE_CKPT_PYTHON         interpreter (default: .venv of this repository, else python3)
+#   MOE_CKPT_SCRIPT         another script that takes the same flags
+#   MOE_CKPT_CORPUS         prefix of the .bin/.idx to train on (default: the standard library's sources, made on first
+#                           use)
+#   MOE_CKPT_OPTIMIZER      distributed, or plain: then data-parallel ranks hold all of its state (default: distributed)
+#   MOE_CKPT_NODE_OPTIONS   more of megatron.pretrain.launch, such as --spares 0 --last-call-s 5
+#   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HANG_S
+#                           when a node leaves the job, and ranks count as hung: docs/operations.md
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-python=${PYTHON:-$([ -x "$venv/bin/python" ] && echo "$venv/bin/python" || echo python3)}
-corpus=${CORPUS:-$root/.data/stdlib}
+python=${MOE_CKPT_PYTHON:-$([ -x "$venv/bin/python" ] && echo "$venv/bin/python" || echo python3)}
+corpus=${MOE_CKPT_CORPUS:-$root/.data/stdlib}
 
-[ -n "${CORPUS:-}" ] || [ -f "$corpus.idx" ] || "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
+[ -n "${MOE_CKPT_CORPUS:-}" ] || [ -f "$corpus.idx" ] ||
+    "$python" "$root/tools/stdlib_corpus.py" --output-prefix "$corpus" >&2
 
 layout=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-2}"
         --expert-model-parallel-size "${EP:-2}")
-[ "${OPTIMIZER:-distributed}" = plain ] || layout+=(--use-distributed-optimizer)
+[ "${MOE_CKPT_OPTIMIZER:-distributed}" = plain ] || layout+=(--use-distributed-optimizer)
 [ "${TP:-1}" -gt 1 ] && layout+=(--sequence-parallel)
 [ -n "${VPP:-}" ] && layout+=(--num-virtual-stages-per-pipeline-rank "$VPP")
 model=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear
@@ -49,9 +52,10 @@ data=(--data-path "$corpus" --split "90,5,5" --num-workers 0
 export OMP_NUM_THREADS=1
 # Copies of a snapshot go past the cache from 256 KiB on: half as fast again here, and training keeps its cache.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x40000}
-careful=(--strikes "${STRIKES:-}" --health-check "${HEALTH_CHECK:-}" --hang-timeout "${HANG_S:-0}")
-read -ra node_options <<<"${NODE_OPTIONS:-}"
+health=(--moe-ckpt-strikes "${MOE_CKPT_STRIKES:-}" --moe-ckpt-health-check "${MOE_CKPT_HEALTH_CHECK:-}"
+        --moe-ckpt-hang-timeout "${MOE_CKPT_HANG_S:-0}")
+read -ra node_options <<<"${MOE_CKPT_NODE_OPTIONS:-}"
 exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \
-    --max-restarts "${MAX_RESTARTS:-3}" --standbys "${STANDBYS:-0}" "${careful[@]}" "${node_options[@]}" \
-    "${SCRIPT:-$root/pretrain_gpt_moe.py}" \
+    --max-restarts "${MAX_RESTARTS:-3}" --moe-ckpt-standbys "${STANDBYS:-0}" "${health[@]}" "${node_options[@]}" \
+    "${MOE_CKPT_SCRIPT:-$root/pretrain_gpt_moe.py}" \
     --device cpu "${layout[@]}" "${model[@]}" "${experts[@]}" "${training[@]}" "${data[@]}" "$@"

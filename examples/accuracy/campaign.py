@@ -147,7 +147,9 @@ def asked(
     flags = ["--load", str(checkpoint), "--exit-on-missing-checkpoint", "--no-load-optim", "--no-load-rng"]
     flags += ["--seed", str(seed), "--train-iters", str(scale.iterations), *more]
     environment = (
-        os.environ | dict(layout) | {"PYTHON": sys.executable, "MAX_RESTARTS": "0", "SCRIPT": str(HERE / "score.py")}
+        os.environ
+        | dict(layout)
+        | {"MOE_CKPT_PYTHON": sys.executable, "MAX_RESTARTS": "0", "MOE_CKPT_SCRIPT": str(HERE / "score.py")}
     )
     environment |= {"ACCURACY_QUESTIONS": str(scale.questions), "ACCURACY_RESULT": str(result)}
     command = [str(ROOT / "scripts" / "train_cpu.sh"), *flags]

@@ -93,7 +93,7 @@ def train(
     flags += ["--seed", str(seed), "--metrics-jsonl", str(metrics), "--log-interval", "50", *model, *strategy]
     faults = size.faults if strategy else ()
     flags += [part for point in faults for part in ("--moe-ckpt-inject-fault", point)]
-    environment = os.environ | dict(layout) | {"PYTHON": sys.executable, "MAX_RESTARTS": str(len(faults))}
+    environment = os.environ | dict(layout) | {"MOE_CKPT_PYTHON": sys.executable, "MAX_RESTARTS": str(len(faults))}
     memory = Path(tempfile.mkdtemp(prefix="demo-jobs-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     if strategy:
         flags += ["--moe-ckpt-memory-dir", str(memory)]

@@ -57,7 +57,7 @@ def main() -> int:
         folder = Path(name)
         saved = _saved(folder, PRETRAINED, before)
         train(SEED, PRETRAINED, Size(before, before, 1, ()), folder, (), model=(*MODEL, *saved), layout=LAYOUT)
-        layout = LAYOUT | {"CORPUS": help_topics(folder)}
+        layout = LAYOUT | {"MOE_CKPT_CORPUS": help_topics(folder)}
         runs = [tuned(name, scale, folder, layout) for name in (BASE, *TUNED)]
     data = asdict(scale) | {"pretrained": before, "seed": SEED, "flags": MODEL, "runs": runs}
     if arguments.results or not arguments.tiny:

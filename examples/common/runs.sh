@@ -2,8 +2,8 @@
 # Sourced by examples that run on this machine's CPU: `train` runs a job to its end, `compare` says what a fault changed.
 # The environment of scripts/train_cpu.sh applies.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
-export PYTHON=$python
+python=${MOE_CKPT_PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+export MOE_CKPT_PYTHON=$python
 folder=$(mktemp -d -t moe-ckpt-example-XXXXXX)
 memory=$(mktemp -d /dev/shm/moe-ckpt-example-XXXXXX)
 trap 'rm -rf "$folder" "$memory"' EXIT

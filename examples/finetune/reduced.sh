@@ -13,7 +13,7 @@ train pretrained "${model[@]}" --train-iters 40 --save "$folder/pretrained" --sa
 
 "$python" "$root/tools/preprocess_data.py" --input "$root/docs/*.md" --output-prefix "$folder/docs" --append-eod \
     >"$folder/preprocess.log" 2>&1
-export CORPUS=$folder/docs_text_document
+export MOE_CKPT_CORPUS=$folder/docs_text_document
 model+=(--finetune --load "$folder/pretrained" --train-iters 20 --lr 1e-3 --min-lr 1e-4)
 echo "Fine-tuning: 20 iterations of documentation undisturbed, then again with a SIGKILL to rank 1 in iteration 10."
 train tuned "${model[@]}"

@@ -34,7 +34,7 @@ from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
 from megatron.pretrain.old_flags import refuse_old_flags
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
 from megatron.pretrain.rendezvous import BACKEND, register_backend
-from megatron.pretrain.standby.health_options import HealthOptions
+from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 
 HERE = "127.0.0.1"
 """Where all nodes meet, which are played on this machine."""
@@ -107,8 +107,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="with MIN:MAX: seconds that a rendezvous waits for more nodes",
     )
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
-    parser.add_argument("--standbys", type=int, default=0, help="hot standby processes per node")
-    HealthOptions.add_flags(parser)
+    add_launcher_flags(parser)
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--rdzv-id", default=f"local-{uuid.uuid4().hex[:12]}", help=argparse.SUPPRESS)
     parser.add_argument("script", help="the training script")
@@ -122,7 +121,15 @@ def _run_nodes(options: argparse.Namespace) -> int:
     if options.nnodes.most == 1:
         return _run_agent(options)
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
-    for name in ("nproc_per_node", "nnodes", "max_restarts", "standbys", "last_call_s", "rdzv_endpoint", "rdzv_id"):
+    for name in (
+        "nproc_per_node",
+        "nnodes",
+        "max_restarts",
+        "moe_ckpt_standbys",
+        "last_call_s",
+        "rdzv_endpoint",
+        "rdzv_id",
+    ):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += HealthOptions.of(options).arguments()
     command += [options.script, *options.flags]
@@ -162,7 +169,7 @@ def _run_agent(options: argparse.Namespace) -> int:
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
     try:
-        with own_agents(options.standbys, HealthOptions.of(options)), _patient(options.nnodes):
+        with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)), _patient(options.nnodes):
             elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
     except NodeExcluded as error:
         sys.stderr.write(f"{error}\n")

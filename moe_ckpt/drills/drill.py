@@ -166,7 +166,7 @@ class Drill:
 
     def _check_same_flags(self, folder: Path) -> None:
         """A reference belongs to one set of flags only."""
-        names = ("TP", "PP", "EP", "VPP", "CORPUS", "SCRIPT")
+        names = ("TP", "PP", "EP", "VPP", "MOE_CKPT_CORPUS", "MOE_CKPT_SCRIPT")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         ranks = self._settings.nodes * self._settings.nproc
         flags = json.dumps({"flags": self._settings.common, "ranks": ranks} | environment, indent=1)

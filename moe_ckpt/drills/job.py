@@ -82,7 +82,7 @@ class DrillJob:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.memory.mkdir(parents=True, exist_ok=True)
         self._log, self._reports = self.folder / "log", self.folder / "reports"
-        own = {TOKEN: self.token, "PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
+        own = {TOKEN: self.token, "MOE_CKPT_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
         self._launched_s = self._progress_s = time.monotonic()
         self._size = 0
         with self._log.open("wb") as log:

@@ -20,7 +20,7 @@ if [ -z "$named" ]; then
     echo "a chain needs --job-name=NAME of its own: two chains of one name would wait for each other and cancel each other" >&2
     exit 2
 fi
-export ON_STOP=end
+export MOE_CKPT_ON_STOP=end
 for ((i = 0; i < jobs; i++)); do
     sbatch --dependency=singleton --no-requeue "$@"
 done

@@ -34,18 +34,20 @@ if [ $# -eq 0 ]; then
         --moe-ckpt-strategy full --save "$folder/checkpoints" --load "$folder/checkpoints" --save-interval 100
 fi
 
-PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
-TMPFS=$(mktemp -d /dev/shm/moe-ckpt-dry-run-XXXXXX)
-trap 'rm -rf "$TMPFS"' EXIT
-RDZV_PORT=${RDZV_PORT:-$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')}
-export NPROC=${NPROC:-1} PYTHON TMPFS RDZV_PORT RDZV_HOST=${RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
+MOE_CKPT_PYTHON=${MOE_CKPT_PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
+MOE_CKPT_TMPFS=$(mktemp -d /dev/shm/moe-ckpt-dry-run-XXXXXX)
+trap 'rm -rf "$MOE_CKPT_TMPFS"' EXIT
+free_port='import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])'
+MOE_CKPT_RDZV_PORT=${MOE_CKPT_RDZV_PORT:-$("$MOE_CKPT_PYTHON" -c "$free_port")}
+export MOE_CKPT_NPROC=${MOE_CKPT_NPROC:-1} MOE_CKPT_PYTHON MOE_CKPT_TMPFS MOE_CKPT_RDZV_PORT
+export MOE_CKPT_RDZV_HOST=${MOE_CKPT_RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
 stand_ins=$root/tests/process/slurm_stand_ins
 export PATH=$stand_ins:$PATH
 cd "$root"
 "$@" --metrics-jsonl "$reports"
 code=0
-"$PYTHON" "$stand_ins/controller.py" "${events[@]}" --reports "$reports" || code=$?
-left=$(ls "$TMPFS")
+"$MOE_CKPT_PYTHON" "$stand_ins/controller.py" "${events[@]}" --reports "$reports" || code=$?
+left=$(ls "$MOE_CKPT_TMPFS")
 [ -z "$left" ] || { echo "left in memory: $left"; code=$((code > 0 ? code : 1)); }
 echo "reports of all iterations: $reports; jobs: $STAND_IN_CLUSTER"
 exit "$code"

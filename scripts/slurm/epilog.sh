@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # For slurm.conf (Epilog=): frees memory that a job could not free itself, as when its processes were killed. What a job
-# was asked to keep over a requeue (KEEP_MEMORY) stays until that job has ended for good. Settings, which slurmd hands on
-# from its own environment: TMPFS (/dev/shm), as jobs have it, and SLURM_BIN (/usr/bin), where squeue is.
+# was asked to keep over a requeue (MOE_CKPT_KEEP_MEMORY) stays until that job has ended for good. Settings, which slurmd
+# passes from its own environment: MOE_CKPT_TMPFS (/dev/shm), as jobs have it, and MOE_CKPT_SLURM_BIN (/usr/bin), where
+# squeue is.
 set -uo pipefail
 # slurmd sets none.
-export PATH="${SLURM_BIN:-/usr/bin}:/usr/local/bin:/usr/bin:/bin"
-for folder in "${TMPFS:-/dev/shm}"/moe-ckpt-job-*; do
+export PATH="${MOE_CKPT_SLURM_BIN:-/usr/bin}:/usr/local/bin:/usr/bin:/bin"
+for folder in "${MOE_CKPT_TMPFS:-/dev/shm}"/moe-ckpt-job-*; do
     [ -d "$folder" ] && [ ! -L "$folder" ] || continue
     job=${folder##*-}
     if [ "$job" = "${SLURM_JOB_ID:-}" ] && [ ! -e "$folder/keep" ]; then

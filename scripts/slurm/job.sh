@@ -1,30 +1,36 @@
 # shellcheck shell=bash
 # The life of a job, sourced by sbatch files; `root` is the repository. Settings, all environment variables:
 #
-#   SPARES (1)            nodes that wait until another one is lost
-#   NPROC                 ranks per node (default: its GPUs, where Slurm says how many)
-#   ENV_FILE              script that each node sources before it starts ranks, such as for NCCL_SOCKET_IFNAME
-#   LOG_DIR               folder with a file of its own for what each rank says, beside the job's
-#   STRIKES, HEALTH_CHECK, HANG_S  when a node leaves the job to a spare, and when ranks hang: docs/operations.md
-#   STANDBYS (0)          processes per node that wait, imports done, to replace lost ranks
-#   LEAD_S (180)          seconds between the signal of --signal and the end of the job's time
-#   MAX_RESTARTS (20)     restarts of the ranks within a run of the job
-#   MIN_RUN_S (600)       a run that fails sooner than this would fail again: the job is not requeued
-#   ON_STOP (requeue)     what happens when time is up: requeue, or end, for a chain of jobs
-#   KEEP_MEMORY (0)       1 keeps snapshots in memory until the requeued job starts, for nodes that nobody else gets
-#   TMPFS (/dev/shm)      where each node has the job's folder for snapshots in memory
-#   IMAGE, MOUNTS         container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)
-#   PYTHON, SCRIPT        interpreter (default: .venv of the repository, else python3), training script
-#   RDZV_HOST, RDZV_PORT  where the nodes meet (default: this host, a port that follows from the job's number)
-#   ANSWER_S (60)         how long RDZV_HOST may take to lead to this node once the meeting point is there
+#   MOE_CKPT_SPARES (1)               nodes that wait until another one is lost
+#   MOE_CKPT_NPROC                    ranks per node (default: its GPUs, where Slurm says how many)
+#   MOE_CKPT_ENV_FILE                 script that each node sources before it starts ranks, such as for NCCL_SOCKET_IFNAME
+#   MOE_CKPT_LOG_DIR                  folder with a file of its own for what each rank says, beside the job's
+#   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HANG_S
+#                                     when a node leaves the job to a spare, and when ranks hang: docs/operations.md
+#   MOE_CKPT_STANDBYS (0)             processes per node that wait, imports done, to replace lost ranks
+#   MOE_CKPT_LEAD_S (180)             seconds between the signal of --signal and the end of the job's time
+#   MOE_CKPT_MAX_RESTARTS (20)        restarts of the ranks within a run of the job
+#   MOE_CKPT_MIN_RUN_S (600)          a run that fails sooner than this would fail again: the job is not requeued
+#   MOE_CKPT_ON_STOP (requeue)        what happens when time is up: requeue, or end, for a chain of jobs
+#   MOE_CKPT_KEEP_MEMORY (0)        1 keeps snapshots in memory until the requeued job starts, for nodes that nobody
+#                                     else gets
+#   MOE_CKPT_TMPFS (/dev/shm)         where each node has the job's folder for snapshots in memory
+#   MOE_CKPT_IMAGE, MOE_CKPT_MOUNTS   container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)
+#   MOE_CKPT_PYTHON, MOE_CKPT_SCRIPT  interpreter (default: .venv of the repository, else python3), training script
+#   MOE_CKPT_RDZV_HOST, MOE_CKPT_RDZV_PORT
+#                                     where the nodes meet (default: this host, a port that follows from the job's number)
+#   MOE_CKPT_ANSWER_S (60)            how long MOE_CKPT_RDZV_HOST may take to lead to this node once the meeting point is there
 
-: "${SPARES:=1}" "${STANDBYS:=0}" "${NPROC:=${SLURM_GPUS_ON_NODE:-}}" "${LEAD_S:=180}" "${MAX_RESTARTS:=20}" "${MIN_RUN_S:=600}"
-: "${ENV_FILE:=}" "${LOG_DIR:=}" "${STRIKES:=}" "${HEALTH_CHECK:=}" "${HANG_S:=0}"
-: "${ON_STOP:=requeue}" "${KEEP_MEMORY:=0}" "${TMPFS:=/dev/shm}" "${IMAGE:=}" "${MOUNTS:=}"
-: "${PYTHON:=$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}"
-: "${SCRIPT:=$root/pretrain_gpt_moe.py}"
-: "${RDZV_HOST:=$(hostname)}" "${RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${ANSWER_S:=60}"
-export KEEP_MEMORY PYTHON ENV_FILE ON_STOP
+: "${MOE_CKPT_SPARES:=1}" "${MOE_CKPT_STANDBYS:=0}" "${MOE_CKPT_NPROC:=${SLURM_GPUS_ON_NODE:-}}"
+: "${MOE_CKPT_LEAD_S:=180}" "${MOE_CKPT_MAX_RESTARTS:=20}" "${MOE_CKPT_MIN_RUN_S:=600}"
+: "${MOE_CKPT_ENV_FILE:=}" "${MOE_CKPT_LOG_DIR:=}" "${MOE_CKPT_STRIKES:=}"
+: "${MOE_CKPT_HEALTH_CHECK:=}" "${MOE_CKPT_HANG_S:=0}"
+: "${MOE_CKPT_ON_STOP:=requeue}" "${MOE_CKPT_KEEP_MEMORY:=0}" "${MOE_CKPT_TMPFS:=/dev/shm}"
+: "${MOE_CKPT_IMAGE:=}" "${MOE_CKPT_MOUNTS:=}"
+: "${MOE_CKPT_PYTHON:=$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}"
+: "${MOE_CKPT_SCRIPT:=$root/pretrain_gpt_moe.py}"
+: "${MOE_CKPT_RDZV_HOST:=$(hostname)}" "${MOE_CKPT_RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${MOE_CKPT_ANSWER_S:=60}"
+export MOE_CKPT_KEEP_MEMORY MOE_CKPT_PYTHON MOE_CKPT_ENV_FILE MOE_CKPT_ON_STOP
 # Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
 export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
@@ -32,49 +38,55 @@ export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
 MEET_S=300        # how long nodes wait for each other, and for their meeting point
 # All runs of a job use the same folder: what one leaves in memory the next one finds.
-export MEMORY="$TMPFS/moe-ckpt-job-$SLURM_JOB_ID"
-outcome=$MEMORY/outcome
+export MOE_CKPT_MEMORY="$MOE_CKPT_TMPFS/moe-ckpt-job-$SLURM_JOB_ID"
+outcome=$MOE_CKPT_MEMORY/outcome
 stopped='' rendezvous=''
 
 run_job() {
-    local nodes=$((SLURM_JOB_NUM_NODES - SPARES)) flags=(--exit-signal-handler)
-    [[ $NPROC =~ ^[1-9][0-9]*$ ]] || end 2 "NPROC '$NPROC' is no number of ranks per node, and Slurm does not say how many\
- GPUs a node has: set NPROC, or ask for --gpus-per-node"
-    [ -z "$ENV_FILE" ] || [ -r "$ENV_FILE" ] || end 2 "ENV_FILE $ENV_FILE cannot be read: it has to be there on all nodes"
-    [ -z "$LOG_DIR" ] || [ "$STANDBYS" = 0 ] || end 2 "LOG_DIR and STANDBYS exclude each other: a standby has no rank\
- when it starts to write"
-    [ "$nodes" -ge 1 ] || end 2 "of $SLURM_JOB_NUM_NODES nodes $SPARES are spares, so none can train: raise --nodes"
+    local nodes=$((SLURM_JOB_NUM_NODES - MOE_CKPT_SPARES)) flags=(--exit-signal-handler)
+    [[ $MOE_CKPT_NPROC =~ ^[1-9][0-9]*$ ]] ||
+        end 2 "MOE_CKPT_NPROC '$MOE_CKPT_NPROC' is no number of ranks per node, and Slurm does not\
+ say how many GPUs a node has: set MOE_CKPT_NPROC, or ask for --gpus-per-node"
+    [ -z "$MOE_CKPT_ENV_FILE" ] || [ -r "$MOE_CKPT_ENV_FILE" ] ||
+        end 2 "MOE_CKPT_ENV_FILE $MOE_CKPT_ENV_FILE cannot be read: it has to be there on all nodes"
+    [ -z "$MOE_CKPT_LOG_DIR" ] || [ "$MOE_CKPT_STANDBYS" = 0 ] ||
+        end 2 "MOE_CKPT_LOG_DIR and MOE_CKPT_STANDBYS exclude each other: a standby has no rank when it starts to write"
+    [ "$nodes" -ge 1 ] || end 2 "of $SLURM_JOB_NUM_NODES nodes $MOE_CKPT_SPARES are spares, so none can train: raise --nodes"
     # A signal to this shell only: Slurm warns before the end of the job's time, and of preemption where so configured.
     trap 'stopped=soon; say "time is up soon: telling all ranks"; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1
     # Cancelled or preempted: Slurm has told all ranks as well, and decides itself what becomes of the job.
     trap 'stopped=now; say "told to end"' TERM
     trap leave EXIT
     # How long ranks may take to end, and with it to put their state aside.
-    export MOE_CKPT_PATIENCE_S=$((LEAD_S > KILL_MARGIN_S ? LEAD_S - KILL_MARGIN_S : 1))
+    export MOE_CKPT_PATIENCE_S=$((MOE_CKPT_LEAD_S > KILL_MARGIN_S ? MOE_CKPT_LEAD_S - KILL_MARGIN_S : 1))
     # Others may have made it first, to have us believe what is in it; ranks look at it more closely.
-    (umask 077 && mkdir -p "$MEMORY")
-    [ -O "$MEMORY" ] && [ ! -L "$MEMORY" ] || end 2 "$MEMORY is not this user's own folder: have it removed, or set TMPFS"
+    (umask 077 && mkdir -p "$MOE_CKPT_MEMORY")
+    [ -O "$MOE_CKPT_MEMORY" ] && [ ! -L "$MOE_CKPT_MEMORY" ] ||
+        end 2 "$MOE_CKPT_MEMORY is not this user's own folder: have it removed, or set MOE_CKPT_TMPFS"
     rm -f "$outcome" "$outcome.listens"
     # Agents need what is exported here, also where `sbatch --export` hands on less than all.
     step=(srun --export=ALL --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none)
-    if [ -n "$IMAGE" ]; then
-        step+=("--container-image=$IMAGE" "--container-workdir=$root"
-               "--container-mounts=$root:$root,$TMPFS:$TMPFS${MOUNTS:+,$MOUNTS}")
+    if [ -n "$MOE_CKPT_IMAGE" ]; then
+        step+=("--container-image=$MOE_CKPT_IMAGE" "--container-workdir=$root"
+               "--container-mounts=$root:$root,$MOE_CKPT_TMPFS:$MOE_CKPT_TMPFS${MOE_CKPT_MOUNTS:+,$MOE_CKPT_MOUNTS}")
     fi
     if protects "$@"; then
-        flags+=(--moe-ckpt-memory-dir "$MEMORY")
+        flags+=(--moe-ckpt-memory-dir "$MOE_CKPT_MEMORY")
         # The jobs of a chain have numbers of their own, and are one training.
-        [ "$ON_STOP" = requeue ] || flags+=(--moe-ckpt-take-over any)
+        [ "$MOE_CKPT_ON_STOP" = requeue ] || flags+=(--moe-ckpt-take-over any)
     fi
-    local careful=("--moe-ckpt-strikes=$STRIKES" "--moe-ckpt-health-check=$HEALTH_CHECK" "--moe-ckpt-hang-timeout=$HANG_S")
-    [ -z "$LOG_DIR" ] || careful+=("--log-dir=$LOG_DIR" --tee=3)
+    local health=("--moe-ckpt-strikes=$MOE_CKPT_STRIKES" "--moe-ckpt-health-check=$MOE_CKPT_HEALTH_CHECK"
+                  "--moe-ckpt-hang-timeout=$MOE_CKPT_HANG_S")
+    [ -z "$MOE_CKPT_LOG_DIR" ] || health+=("--log-dir=$MOE_CKPT_LOG_DIR" --tee=3)
     keep_rendezvous
-    say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $SPARES spare"
+    say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $MOE_CKPT_SPARES spare"
     "${step[@]}" "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$root/scripts/slurm/node.sh" \
-        "--nnodes=$nodes" "--nproc-per-node=$NPROC" "--max-restarts=$MAX_RESTARTS" "--moe-ckpt-standbys=$STANDBYS" \
-        "--shutdown-timeout=$MOE_CKPT_PATIENCE_S" "${careful[@]}" \
-        "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$RDZV_HOST:$RDZV_PORT" "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
-        "$SCRIPT" "${flags[@]}" "$@" &
+        "--nnodes=$nodes" "--nproc-per-node=$MOE_CKPT_NPROC" "--max-restarts=$MOE_CKPT_MAX_RESTARTS" \
+        "--moe-ckpt-standbys=$MOE_CKPT_STANDBYS" \
+        "--shutdown-timeout=$MOE_CKPT_PATIENCE_S" "${health[@]}" \
+        "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MOE_CKPT_RDZV_HOST:$MOE_CKPT_RDZV_PORT" \
+        "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
+        "$MOE_CKPT_SCRIPT" "${flags[@]}" "$@" &
     wait_for $!
     decide
 }
@@ -96,18 +108,20 @@ protects() {
 keep_rendezvous() {
     local there='' begun=$SECONDS
     "${step[@]}" --nodes=1 --ntasks=1 "--nodelist=$SLURMD_NODENAME" \
-        "$PYTHON" "$root/scripts/slurm/rendezvous.py" "$RDZV_PORT" "$outcome" &
+        "$MOE_CKPT_PYTHON" "$root/scripts/slurm/rendezvous.py" "$MOE_CKPT_RDZV_PORT" "$outcome" &
     rendezvous=$!
     # The file is from our own process: another job may have the port, and answer there, too.
-    until [ -f "$outcome.listens" ] && answers "$RDZV_HOST"; do
+    until [ -f "$outcome.listens" ] && answers "$MOE_CKPT_RDZV_HOST"; do
         [ -z "$stopped" ] || decide
-        kill -0 "$rendezvous" 2>/dev/null || end 1 "no rendezvous on $RDZV_HOST:$RDZV_PORT; the lines above say why"
+        kill -0 "$rendezvous" 2>/dev/null ||
+            end 1 "no rendezvous on $MOE_CKPT_RDZV_HOST:$MOE_CKPT_RDZV_PORT; the lines above say why"
         # A container may take its time to start; a name that leads elsewhere never leads here.
         if [ -z "$there" ] && [ -f "$outcome.listens" ]; then there=$SECONDS; fi
-        [ -z "$there" ] || [ $((SECONDS - there)) -lt "$ANSWER_S" ] || end 1 "$RDZV_HOST:$RDZV_PORT does not answer on\
- this node after $ANSWER_S s: set RDZV_HOST to a name that all nodes resolve"
+        [ -z "$there" ] || [ $((SECONDS - there)) -lt "$MOE_CKPT_ANSWER_S" ] ||
+            end 1 "$MOE_CKPT_RDZV_HOST:$MOE_CKPT_RDZV_PORT does not answer on this node after $MOE_CKPT_ANSWER_S s: set\
+ MOE_CKPT_RDZV_HOST to a name that all nodes resolve"
         [ $((SECONDS - begun)) -lt "$MEET_S" ] || end 1 "no rendezvous on this node after $MEET_S s: nothing listens at\
- port $RDZV_PORT; the step that was to is listed by squeue --steps"
+ port $MOE_CKPT_RDZV_PORT; the step that was to is listed by squeue --steps"
         sleep 0.2
     done
 }
@@ -115,7 +129,7 @@ keep_rendezvous() {
 # Whether something listens at the port of the meeting point on this host.
 answers() {
     # shellcheck disable=SC2016  # expanded by the inner shell
-    timeout 5 bash -c ': <>"/dev/tcp/$0/$1"' "$1" "$RDZV_PORT" 2>/dev/null
+    timeout 5 bash -c ': <>"/dev/tcp/$0/$1"' "$1" "$MOE_CKPT_RDZV_PORT" 2>/dev/null
 }
 
 # Waits for a process to its end, also when a signal comes in between.
@@ -137,8 +151,8 @@ decide() {
         end 2 "flags or inputs cannot work, see above; not requeued"
     elif [ "$stopped" = soon ] || [ "$code" = 143 ]; then
         go_on 0 "time was up"
-    elif [ "$SECONDS" -lt "$MIN_RUN_S" ]; then
-        end 1 "failed after $SECONDS s; not requeued: what fails within $MIN_RUN_S s (MIN_RUN_S) would fail again"
+    elif [ "$SECONDS" -lt "$MOE_CKPT_MIN_RUN_S" ]; then
+        end 1 "failed after $SECONDS s; not requeued: what fails within $MOE_CKPT_MIN_RUN_S s (MOE_CKPT_MIN_RUN_S) would fail again"
     else
         go_on 1 "failed after $SECONDS s"
     fi
@@ -146,7 +160,7 @@ decide() {
 
 # Leaves the rest to the next run of this job, or to the next job of the chain, and ends with this exit code there.
 go_on() {
-    [ "$ON_STOP" = requeue ] || end "$1" "$2; the next job of the chain goes on"
+    [ "$MOE_CKPT_ON_STOP" = requeue ] || end "$1" "$2; the next job of the chain goes on"
     say "$2; requeued"
     leave
     trap '' TERM
@@ -156,7 +170,7 @@ go_on() {
 
 # The later jobs of a chain have nothing to do.
 cancel_chain() {
-    [ "$ON_STOP" = requeue ] || scancel --state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER"
+    [ "$MOE_CKPT_ON_STOP" = requeue ] || scancel --state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER"
 }
 
 leave() {
@@ -164,7 +178,7 @@ leave() {
     # srun hands this signal on, where it would answer SIGTERM with SIGKILL to its step.
     [ -z "$rendezvous" ] || { kill -USR1 "$rendezvous" 2>/dev/null && wait_for "$rendezvous"; } || true
     rm -f "$outcome" "$outcome.listens"
-    rmdir "$MEMORY" 2>/dev/null || true
+    rmdir "$MOE_CKPT_MEMORY" 2>/dev/null || true
 }
 
 say() { echo "job $SLURM_JOB_ID: $*" >&2; }

@@ -9,7 +9,7 @@ import shutil
 import stat
 from pathlib import Path
 
-FOLDER, KEEP = "MEMORY", "KEEP_MEMORY"
+FOLDER, KEEP = "MOE_CKPT_MEMORY", "MOE_CKPT_KEEP_MEMORY"
 """Environment variables of `job.sh`: the job's folder, and 1 if what is in it waits for the next run of the job."""
 
 

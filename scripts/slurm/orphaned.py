@@ -23,7 +23,9 @@ def requeue_if_orphaned(endpoint: str, patience_s: float = PATIENCE_S) -> bool:
     if _answers(endpoint, patience_s):
         return False
     job = os.environ["SLURM_JOB_ID"]
-    command = ["scontrol", "requeue", job] if os.environ.get("ON_STOP", "requeue") == "requeue" else ["scancel", job]
+    command = (
+        ["scontrol", "requeue", job] if os.environ.get("MOE_CKPT_ON_STOP", "requeue") == "requeue" else ["scancel", job]
+    )
     said = f"job {job}: {endpoint} has not answered for {patience_s:g} s, so the batch script is gone: "
     if shutil.which(command[0]) is None:
         sys.stderr.write(f"{said}{command[0]} is not here, so run {' '.join(command)}\n")

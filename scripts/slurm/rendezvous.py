@@ -24,7 +24,8 @@ def main(port: int, file: Path) -> None:
     try:
         store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     except DistNetworkError as error:
-        sys.exit(f"nothing can listen at port {port} here, set RDZV_PORT to a free one: {str(error).splitlines()[0]}")
+        reason = str(error).splitlines()[0]
+        sys.exit(f"nothing can listen at port {port} here, set MOE_CKPT_RDZV_PORT to a free one: {reason}")
     file.with_name(file.name + LISTENS).touch()
     while not store.check([OUTCOME]):
         time.sleep(POLL_S)

@@ -56,7 +56,7 @@ def test_the_extension_is_compiled_for_the_torch_that_is_here(record: Record, tm
     site, out = Path(os.environ.get("MOE_CKPT_GPU_TE", "/missing")), Path(os.environ["MOE_CKPT_GPU_OUT"])
     if not site.is_dir():
         pytest.skip("pack te is not here: Transformer Engine was not compiled")
-    bundle = Path(os.environ.get("BUNDLE", "build/gpu-bundle"))
+    bundle = Path(os.environ.get("MOE_CKPT_GPU_BUNDLE", "build/gpu-bundle"))
     kept = [folder / extension() for folder in (out, bundle) if (folder / extension()).is_file()]
     if kept:
         shutil.copy2(kept[0], site / f"transformer_engine_torch.{sysconfig.get_config_var('SOABI')}.so")

@@ -74,7 +74,18 @@ class Ranks:
         launcher = ["-m", "megatron.pretrain.launch", "--nproc-per-node", str(RANKS), "--max-restarts", "2"]
         script = str(Path(__file__).with_name("strike_in_call.py"))
         more = ["--data-path", self.data, "--metrics-jsonl", str(self.reports), "--train-iters", str(ITERATIONS)]
-        command = [sys.executable, *launcher, "--standbys", "1", script, *SMALL, *LOCAL, *LAYOUT, *DETERMINISTIC, *more]
+        command = [
+            sys.executable,
+            *launcher,
+            "--moe-ckpt-standbys",
+            "1",
+            script,
+            *SMALL,
+            *LOCAL,
+            *LAYOUT,
+            *DETERMINISTIC,
+            *more,
+        ]
         environment = os.environ | SHARED_GPU | preloaded() | {"OMP_NUM_THREADS": "1", "STRIKE_IN": ""} | variables
         return bounded([*command, *flags], TIMEOUT_S, environment)
 

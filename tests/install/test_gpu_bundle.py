@@ -37,6 +37,14 @@ def wheel_of(package: str, target: gpu_bundle.Target, folder: Path) -> Path:
     return folder / f"{name}-{version}.whl"
 
 
+def settings_of(bundle: Path, site: Path) -> dict[str, str]:
+    return {
+        "MOE_CKPT_PYTHON": sys.executable,
+        "MOE_CKPT_GPU_BUNDLE": str(bundle),
+        "MOE_CKPT_GPU_SITE": str(site),
+    }
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pack that every part needs."""
@@ -55,7 +63,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
 
 def variables(image: environments.Environment, bundle: Path, site: Path, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    kept |= {"PYTHON": str(image.python), "BUNDLE": str(bundle), "SITE": str(site), "OMP_NUM_THREADS": "1"}
+    kept |= settings_of(bundle, site) | {"MOE_CKPT_PYTHON": str(image.python), "OMP_NUM_THREADS": "1"}
     return kept | {"MOE_CKPT_GPU_REHEARSAL": "cpu", "PYTHONWARNINGS": "ignore"} | more
 
 
@@ -131,7 +139,12 @@ def test_a_pack_for_another_machine_is_refused_in_one_line(
 ) -> None:
     folder = packed(tmp_path / "bundle", **about) if about is not None else tmp_path
     done = there(
-        os.environ | {"PYTHON": sys.executable, "BUNDLE": str(folder), "SITE": str(tmp_path / "site")},
+        os.environ
+        | {
+            "MOE_CKPT_PYTHON": sys.executable,
+            "MOE_CKPT_GPU_BUNDLE": str(folder),
+            "MOE_CKPT_GPU_SITE": str(tmp_path / "site"),
+        },
         "--part",
         "facts",
     )
@@ -143,7 +156,11 @@ def test_a_pack_for_another_machine_is_refused_in_one_line(
 def test_a_pack_that_was_cut_short_is_refused_and_unpacked_again_once_it_is_whole(tmp_path: Path) -> None:
     folder = packed(tmp_path / "bundle")
     whole = (folder / "base.tar.xz").read_bytes()
-    environment = os.environ | {"PYTHON": sys.executable, "BUNDLE": str(folder), "SITE": str(tmp_path / "site")}
+    environment = os.environ | {
+        "MOE_CKPT_PYTHON": sys.executable,
+        "MOE_CKPT_GPU_BUNDLE": str(folder),
+        "MOE_CKPT_GPU_SITE": str(tmp_path / "site"),
+    }
     for damaged in (whole[: len(whole) // 2], b"no archive"):
         (folder / "base.tar.xz").write_bytes(damaged)
         (line,) = there(environment).stderr.splitlines()

@@ -126,7 +126,12 @@ def launch(corpus: str, tmp_path: Path) -> Launch:
     ) -> subprocess.CompletedProcess[str]:
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
-        own = {"PYTHON": sys.executable, "CORPUS": corpus, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
+        own = {
+            "MOE_CKPT_PYTHON": sys.executable,
+            "MOE_CKPT_CORPUS": corpus,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(scratch),
+        }
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | own | environment, stdout=pipe, stderr=pipe, text=True,

@@ -41,7 +41,7 @@ def test_every_benchmark_is_run_here_and_by_make_bench() -> None:
 )
 def test_a_benchmark_prints_its_table(name: str, corpus: str) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--turns", "1"]
-    environment = os.environ | {"CORPUS": corpus, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MOE_CKPT_CORPUS": corpus, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
     assert ROWS[name] in ended.stdout

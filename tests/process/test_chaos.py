@@ -31,7 +31,12 @@ def test_a_job_whose_ranks_and_nodes_are_killed_at_random_ends_as_without_faults
     flags = ["--minutes", "0.2", "--mtbf", "4", "--seed", "8", "--nodes", "2", "--nproc", "1", "--node-share", "0.4"]
     flags += ["--standbys", str(standbys)]
     command = ["scripts/chaos_cpu.sh", *flags, "--no-baseline", "--folder", str(tmp_path), "--", *SMALL.split()]
-    environment = os.environ | {"CORPUS": corpus, "EP": "1", "TMPDIR": str(tmp_path), "PYTHON": sys.executable}
+    environment = os.environ | {
+        "MOE_CKPT_CORPUS": corpus,
+        "EP": "1",
+        "TMPDIR": str(tmp_path),
+        "MOE_CKPT_PYTHON": sys.executable,
+    }
     drill = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -45,4 +50,4 @@ def test_a_job_whose_ranks_and_nodes_are_killed_at_random_ends_as_without_faults
     assert {fault["kind"] for fault in result["faults"]} == {"rank", "node"}
     assert sum(result["recoveries"].values()) > 0
     assert "as without faults, to the last bit" in said
-    assert not [pid for pid, found in processes_with({}) if found.get("CORPUS") == corpus and "RANK" in found]
+    assert not [pid for pid, found in processes_with({}) if found.get("MOE_CKPT_CORPUS") == corpus and "RANK" in found]

@@ -40,7 +40,7 @@ def example_flags(example: str, corpus: str, folder: Path) -> list[str]:
     recorder = folder / "python"
     recorder.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     recorder.chmod(0o755)
-    environment = {"DATA": corpus, "SAVE": str(folder), "HEAD": "here", "PYTHON": str(recorder)}
+    environment = {"DATA": corpus, "SAVE": str(folder), "HEAD": "here", "MOE_CKPT_PYTHON": str(recorder)}
     called = subprocess.run(
         [str(ROOT / "examples" / example / "train.sh")],
         env=os.environ | environment,

@@ -30,7 +30,7 @@ def test_an_example_of_a_fault_ends_as_is_written_beside_it(example: str, corpus
     scratch = tmp_path / "with spaces"
     scratch.mkdir()
     memory = set(Path("/dev/shm").glob("moe-ckpt-example-*"))
-    said = run([str(EXAMPLES / example / "reduced.sh")], CORPUS=corpus, TMPDIR=str(scratch))
+    said = run([str(EXAMPLES / example / "reduced.sh")], MOE_CKPT_CORPUS=corpus, TMPDIR=str(scratch))
     expected = (EXAMPLES / example / "expected.txt").read_text()
     # On another machine another iteration may be the newest whole one, and a sum may round otherwise.
     assert without_numbers(said) == without_numbers(expected), said
@@ -44,7 +44,7 @@ def without_numbers(text: str) -> str:
 
 def run(command: list[str], **environment: str) -> str:
     """What a command that ends well writes to standard output; all that it started ends with it."""
-    variables = os.environ | {"PYTHON": sys.executable} | environment
+    variables = os.environ | {"MOE_CKPT_PYTHON": sys.executable} | environment
     process = subprocess.Popen(
         command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -61,7 +61,7 @@ def run(command: list[str], **environment: str) -> str:
 @pytest.mark.timeout(LONGEST_S + 60)
 @pytest.mark.parametrize("example", ["qwen3-30b-a3b", "mixtral-8x22b", "deepseek-v3", "deepseek-v3-lite"])
 def test_a_reduced_recipe_ends_as_without_its_fault(example: str, corpus: str, tmp_path: Path) -> None:
-    said = run([str(EXAMPLES / example / "reduced.sh")], CORPUS=corpus, TMPDIR=str(tmp_path))
+    said = run([str(EXAMPLES / example / "reduced.sh")], MOE_CKPT_CORPUS=corpus, TMPDIR=str(tmp_path))
     assert re.search(r"^recovered iteration \d+ exactly", said, re.MULTILINE), said
     assert said.endswith("Every loss and gradient norm is that of the undisturbed run, to the last bit.\n")
 
@@ -72,10 +72,10 @@ def test_an_accuracy_campaign_trains_asks_and_goes_on_where_it_was(corpus: str, 
     kept, results = tmp_path / "runs", tmp_path / "results"
     command = [sys.executable, str(EXAMPLES / "accuracy" / "campaign.py"), "--tiny", "--seeds", "1"]
     command += ["--scratch", str(kept), "--results", str(results), "--only", "full"]
-    assert run(command, CORPUS=corpus).endswith("Exact where it must be.\n")
+    assert run(command, MOE_CKPT_CORPUS=corpus).endswith("Exact where it must be.\n")
     first = {path: path.stat().st_mtime for path in kept.iterdir()}
     assert len(first) == 2
-    run([*command, "pec K=1", "selective"], CORPUS=corpus)
+    run([*command, "pec K=1", "selective"], MOE_CKPT_CORPUS=corpus)
     assert {path: path.stat().st_mtime for path in first} == first
     page = (results / "accuracy-campaign.md").read_text()
     assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:] == [

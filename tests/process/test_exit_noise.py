@@ -29,7 +29,13 @@ def test_a_job_outlives_who_reads_it_and_ends_at_ctrl_c_without_a_traceback(clus
     reports = tmp_path / "reports"
     protect = ("--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(cluster.memory))
     argv = flags(cluster.corpus, LAYOUT, *protect, "--train-iters", "100000", "--metrics-jsonl", str(reports))
-    own = {"PYTHON": sys.executable, "CORPUS": cluster.corpus, "TMPDIR": str(tmp_path), "NPROC": "2", "STANDBYS": "1"}
+    own = {
+        "MOE_CKPT_PYTHON": sys.executable,
+        "MOE_CKPT_CORPUS": cluster.corpus,
+        "TMPDIR": str(tmp_path),
+        "NPROC": "2",
+        "STANDBYS": "1",
+    }
     job = subprocess.Popen(
         ["scripts/train_cpu.sh", *argv], cwd=ROOT, env=os.environ | own, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=HEARD,

@@ -38,7 +38,7 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
         environment |= {"LOST_MEMORY": str(memory)} if lost else {}
         ended: subprocess.CompletedProcess[str] = launch(
             ["scripts/train_cpu.sh", *argv],
-            SCRIPT=str(ROOT / "tests" / "process" / "standby_job.py"),
+            MOE_CKPT_SCRIPT=str(ROOT / "tests" / "process" / "standby_job.py"),
             timeout_s=HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S * recoveries,
             **environment,
         )

@@ -26,7 +26,7 @@ def test_no_process_of_a_job_listens_on_all_interfaces(
     layout = Layout(pp=2, ep=1, ranks=2)
     ranks = str(layout.ranks // int(nodes))
     argv = ["scripts/train_cpu.sh", *flags(corpus, layout)]
-    ended = launch(argv, SCRIPT=str(SCRIPT), NPROC=ranks, NNODES=nodes, STANDBYS=standbys)
+    ended = launch(argv, MOE_CKPT_SCRIPT=str(SCRIPT), NPROC=ranks, NNODES=nodes, STANDBYS=standbys)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"launchers: {launchers}\n" in ended.stdout
     addresses = [line.split()[-1] for line in ended.stdout.splitlines() if line.startswith("listens at")]

@@ -56,7 +56,7 @@ def told_to_end(*_):
 def agent():
     play, run = Path(os.environ["PLAY"]), int(os.environ.get("SLURM_RESTART_COUNT", 0)) + 1
     with (play / f"found-{{run}}").open("a") as found:
-        found.writelines(f"{{path}}\\n" for path in Path(os.environ["MEMORY"]).glob("*/left"))
+        found.writelines(f"{{path}}\\n" for path in Path(os.environ["MOE_CKPT_MEMORY"]).glob("*/left"))
     memory.take()
     mine.mkdir(exist_ok=True)
     (play / "arguments").write_text("\\n".join(sys.argv[2:]))
@@ -82,8 +82,8 @@ def agent():
 if sys.argv[1].endswith("/rendezvous.py"):
     rendezvous(*sys.argv[2:])
 elif sys.argv[1].endswith("/agent.py"):
-    mine = Path(os.environ["MEMORY"], os.environ["MOE_CKPT_NODE"])
-    outcome = Path(os.environ["MEMORY"], "outcome")
+    mine = Path(os.environ["MOE_CKPT_MEMORY"], os.environ["MOE_CKPT_NODE"])
+    outcome = Path(os.environ["MOE_CKPT_MEMORY"], "outcome")
     code = 0
     try:
         agent()
@@ -110,7 +110,7 @@ class Play:
         """Exit code of the dry run with these arguments, and what was said."""
         for number, of_job in enumerate(runs, start=1):
             (self.folder / f"job-{number}").write_text("\n".join(of_job) + "\n")
-        own = {"PLAY": str(self.folder), "PYTHON": str(self.python), **settings}
+        own = {"PLAY": str(self.folder), "MOE_CKPT_PYTHON": str(self.python), **settings}
         return dry_run("--folder", str(self.folder / "dry run"), *arguments, **own)
 
     @property
@@ -174,7 +174,7 @@ def test_a_job_that_is_cancelled_is_not_requeued(play: Play) -> None:
 
 @pytest.mark.ci
 def test_a_job_that_cannot_work_ends_with_code_2_and_is_not_requeued(play: Play) -> None:
-    code, said = play.run(*submit(), runs=(("misused", "trained"),), MIN_RUN_S="0")
+    code, said = play.run(*submit(), runs=(("misused", "trained"),), MOE_CKPT_MIN_RUN_S="0")
     assert code == 2, said
     assert said.count("starts on") == 1
 
@@ -189,7 +189,7 @@ def test_a_job_that_fails_soon_after_its_start_is_not_requeued(play: Play) -> No
 
 @pytest.mark.ci
 def test_a_job_that_fails_after_a_while_is_requeued(play: Play) -> None:
-    code, said = play.run(*submit(), runs=(("failed", "trained"),), MIN_RUN_S="0")
+    code, said = play.run(*submit(), runs=(("failed", "trained"),), MOE_CKPT_MIN_RUN_S="0")
     assert code == 0, said
     assert said.count("starts on") == 2
 
@@ -203,7 +203,7 @@ def test_a_requeued_job_finds_no_memory_of_its_last_run(play: Play) -> None:
 
 @pytest.mark.ci
 def test_a_requeued_job_that_asked_for_it_finds_the_memory_of_its_last_run(play: Play) -> None:
-    code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),), KEEP_MEMORY="1")
+    code, said = play.run("--stop", "1", *submit(), runs=(("waiting", "trained"),), MOE_CKPT_KEEP_MEMORY="1")
     assert code == 0, said
     assert play.found
 
@@ -232,21 +232,23 @@ def test_a_chain_without_a_name_of_its_own_is_refused(behind: tuple[str, ...], t
 
 
 def test_settings_reach_the_nodes_where_sbatch_hands_on_only_some_variables(play: Play) -> None:
-    given = "--export=PLAY,PYTHON,NPROC,TMPFS,RDZV_HOST,RDZV_PORT"
+    given = "--export=PLAY," + ",".join(
+        f"MOE_CKPT_{name}" for name in ("PYTHON", "NPROC", "TMPFS", "RDZV_HOST", "RDZV_PORT")
+    )
     code, said = play.run(*submit(given), "--moe-ckpt-strategy", "sparse", runs=(("trained",),))
     assert code == 0, said
 
 
 def test_a_name_that_does_not_lead_to_the_first_node_ends_the_job_with_what_to_set(play: Play) -> None:
-    code, said = play.run(*submit(), runs=(("trained",),), RDZV_HOST="nowhere.invalid", ANSWER_S="1")
+    code, said = play.run(*submit(), runs=(("trained",),), MOE_CKPT_RDZV_HOST="nowhere.invalid", MOE_CKPT_ANSWER_S="1")
     assert code == 1, said
-    assert re.search(r"nowhere.invalid:\d+ does not answer on this node after 1 s: set RDZV_HOST to a name", said)
+    assert re.search(r"nowhere.invalid:\d+ does not answer on this node after 1 s: set MOE_CKPT_RDZV_HOST to", said)
 
 
 def test_whoever_else_listens_at_the_port_is_not_taken_for_the_meeting_point(play: Play) -> None:
     with socket.create_server(("", 0)) as another:
         port = str(another.getsockname()[1])
-        code, said = play.run(*submit(), runs=(("trained",),), RDZV_PORT=port)
+        code, said = play.run(*submit(), runs=(("trained",),), MOE_CKPT_RDZV_PORT=port)
     assert code == 1, said
     assert re.search(rf"no rendezvous on \S+:{port}; the lines above say why", said)
     assert "Address already in use" in said
@@ -259,7 +261,7 @@ def test_a_meeting_point_whose_port_is_taken_says_so_in_one_line(tmp_path: Path)
         command = [sys.executable, str(SLURM / "rendezvous.py"), port, str(tmp_path / "outcome")]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
     assert ended.returncode == 1
-    assert "set RDZV_PORT to a free one" in ended.stderr
+    assert "set MOE_CKPT_RDZV_PORT to a free one" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not [*tmp_path.iterdir()]
 
@@ -290,7 +292,9 @@ def test_only_jobs_with_snapshots_are_told_where_memory_is(given: tuple[str, ...
 
 @pytest.mark.ci
 def test_in_a_container_all_steps_see_the_repository_and_the_memory_where_they_are(play: Play) -> None:
-    code, said = play.run(*submit(), runs=(("trained",),), IMAGE="/images/a b.sqsh", MOUNTS="/data:/data")
+    code, said = play.run(
+        *submit(), runs=(("trained",),), MOE_CKPT_IMAGE="/images/a b.sqsh", MOE_CKPT_MOUNTS="/data:/data"
+    )
     assert code == 0, said
     assert len(play.steps) == 2
     for step in play.steps:
@@ -302,9 +306,14 @@ def test_in_a_container_all_steps_see_the_repository_and_the_memory_where_they_a
 
 def test_an_example_in_a_container_finds_its_data_and_keeps_what_it_saves(tmp_path: Path) -> None:
     stand_in = tmp_path / "sbatch"
-    stand_in.write_text('#!/bin/sh\nprintf %s "$MOUNTS"\n')
+    stand_in.write_text('#!/bin/sh\nprintf %s "$MOE_CKPT_MOUNTS"\n')
     stand_in.chmod(0o755)
-    given = {"DATA": str(tmp_path / "data" / "corpus"), "SAVE": str(tmp_path / "run"), "IMAGE": "a", "MOUNTS": "/a:/b"}
+    given = {
+        "DATA": str(tmp_path / "data" / "corpus"),
+        "SAVE": str(tmp_path / "run"),
+        "MOE_CKPT_IMAGE": "a",
+        "MOE_CKPT_MOUNTS": "/a:/b",
+    }
     ended = subprocess.run(
         [str(ROOT / "examples/gpt-125m-8e/train.sh")], capture_output=True, text=True, check=True,
         env=os.environ | given | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
@@ -323,9 +332,12 @@ def test_a_job_of_spares_only_is_refused_with_what_to_change(play: Play) -> None
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"NPROC": "eight"}, "NPROC 'eight' is no number of ranks per node"),
-        ({"ENV_FILE": "/nowhere/env.sh"}, "ENV_FILE /nowhere/env.sh cannot be read"),
-        ({"LOG_DIR": "logs", "STANDBYS": "2"}, "LOG_DIR and STANDBYS exclude each other"),
+        ({"MOE_CKPT_NPROC": "eight"}, "MOE_CKPT_NPROC 'eight' is no number of ranks per node"),
+        ({"MOE_CKPT_ENV_FILE": "/nowhere/env.sh"}, "MOE_CKPT_ENV_FILE /nowhere/env.sh cannot be read"),
+        (
+            {"MOE_CKPT_LOG_DIR": "logs", "MOE_CKPT_STANDBYS": "2"},
+            "MOE_CKPT_LOG_DIR and MOE_CKPT_STANDBYS exclude each other",
+        ),
     ],
 )
 def test_settings_that_cannot_work_end_the_job_with_what_to_change(
@@ -339,8 +351,13 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
 @pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text(f"touch '{tmp_path}'/sourced-$SLURMD_NODENAME\n")
-    watched = {"STRIKES": "3/10m", "HEALTH_CHECK": "nvidia-smi -L", "HANG_S": "600", "LOG_DIR": str(tmp_path / "logs")}
-    code, said = play.run(*submit(), runs=(("trained",),), ENV_FILE=str(tmp_path / "env.sh"), **watched)
+    watched = {
+        "MOE_CKPT_STRIKES": "3/10m",
+        "MOE_CKPT_HEALTH_CHECK": "nvidia-smi -L",
+        "MOE_CKPT_HANG_S": "600",
+        "MOE_CKPT_LOG_DIR": str(tmp_path / "logs"),
+    }
+    code, said = play.run(*submit(), runs=(("trained",),), MOE_CKPT_ENV_FILE=str(tmp_path / "env.sh"), **watched)
     assert code == 0, said
     assert len(list(tmp_path.glob("sourced-*"))) == 3
     expected = {
@@ -359,7 +376,7 @@ def test_nodes_whose_batch_script_is_gone_have_the_job_requeued(
         (tmp_path / name).chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("ON_STOP", on_stop)
+    monkeypatch.setenv("MOE_CKPT_ON_STOP", on_stop)
     monkeypatch.syspath_prepend(SLURM)
     orphaned = importlib.import_module("orphaned")
     with socket.create_server(("localhost", 0)) as there:
@@ -406,7 +423,12 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 def epilog(tmpfs: Path, job: str) -> list[str]:
     """Which jobs have memory left after the epilog of one of them, which slurmd runs without a PATH."""
     commands = f"{STAND_INS}:{Path(sys.executable).parent}"
-    own = {"TMPFS": str(tmpfs), "STAND_IN_CLUSTER": str(tmpfs / "cluster"), "SLURM_JOB_ID": job, "SLURM_BIN": commands}
+    own = {
+        "MOE_CKPT_TMPFS": str(tmpfs),
+        "STAND_IN_CLUSTER": str(tmpfs / "cluster"),
+        "SLURM_JOB_ID": job,
+        "MOE_CKPT_SLURM_BIN": commands,
+    }
     subprocess.run(["/usr/bin/env", "-i", *(f"{name}={value}" for name, value in own.items()), SLURM / "epilog.sh"],
                    check=True)  # fmt: skip
     return sorted(path.name.removeprefix("moe-ckpt-job-") for path in tmpfs.glob("moe-ckpt-job-*"))
@@ -481,7 +503,8 @@ class Node:
             [str(SLURM / "node.sh"), f"--nnodes={nodes}", "--nproc-per-node=1", "--shutdown-timeout=60",
              "--rdzv-id=job", f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=is_host=0,join_timeout=300",
              str(folder / "saving.py"), str(folder)],
-            env=os.environ | {"SLURMD_NODENAME": "node-0", "PYTHON": sys.executable, "MEMORY": str(self.memory)},
+            env=os.environ | {"SLURMD_NODENAME": "node-0"}
+            | {"MOE_CKPT_PYTHON": sys.executable, "MOE_CKPT_MEMORY": str(self.memory)},
         )  # fmt: skip
         self.store = TCPStore("localhost", int(port), is_master=False, timeout=timedelta(seconds=HANG_TIMEOUT_S))
 
@@ -652,7 +675,7 @@ def test_a_lost_node_and_a_requeue_leave_every_loss_and_the_last_checkpoint_as_t
     argv = flags(corpus, layout, *length, *protect)
     code, said = dry_run(
         "--folder", str(tmp_path), "--lose", "5", "--stop", "12", *submit(), *argv,
-        limit_s=2 * HANG_TIMEOUT_S, PYTHON=sys.executable, OMP_NUM_THREADS="1",
+        limit_s=2 * HANG_TIMEOUT_S, MOE_CKPT_PYTHON=sys.executable, OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert code == 0, said
     assert "is lost; node-0 and the others go on" in said

@@ -224,7 +224,7 @@ def test_a_job_that_a_copy_of_a_standby_goes_on_with_ends_in_the_state_of_one_wi
     fault = ["--moe-ckpt-inject-fault", f"{layout.ranks - 1}@5"]
     saving = ["--save", str(killed)]
     environment = {"STANDBYS": "1", "READY_STANDBYS": "1", "SLOTS": str(slots)}
-    environment |= {"NPROC": str(layout.ranks), "SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py")}
+    environment |= {"NPROC": str(layout.ranks), "MOE_CKPT_SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py")}
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *fault, *saving)], **environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(list(slots.glob("assigned-*"))) == layout.ranks

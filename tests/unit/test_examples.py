@@ -60,7 +60,7 @@ def calls_of(script: Path, stand_in: str, folder: Path, **environment: str) -> l
     program.write_text(CALLED)
     program.chmod(0o755)
     # Folders with spaces in their names are the least that a script has to bear.
-    variables = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHON": str(program), "CALLS": str(calls)}
+    variables = {"PATH": f"{program.parent}:{os.environ['PATH']}", "MOE_CKPT_PYTHON": str(program), "CALLS": str(calls)}
     subprocess.run([script], env=os.environ | variables | environment, check=True, timeout=60, capture_output=True)
     return [call.read_text().split("\0")[:-1] for call in calls.iterdir()]
 
@@ -73,7 +73,7 @@ def launched(example: str, folder: Path) -> Job:
 
 def reduced(example: str, folder: Path) -> list[Namespace]:
     """The jobs that `reduced.sh` starts."""
-    calls = calls_of(EXAMPLES / example / "reduced.sh", "python", folder, CORPUS="/data/my corpus")
+    calls = calls_of(EXAMPLES / example / "reduced.sh", "python", folder, MOE_CKPT_CORPUS="/data/my corpus")
     launches = [call for call in calls if "megatron.pretrain.launch" in call]
     return [judged(flags_in(argv), ranks_of(argv)) for argv in launches]
 
@@ -181,7 +181,7 @@ def test_what_runs_here_is_trained_without_protection_and_then_killed_with_it(ex
 
 @pytest.mark.parametrize("script", ["examples/gpt-moe/train.sh", "scripts/train_cpu.sh"])
 def test_a_variable_that_once_chose_between_loops_changes_nothing(script: str, tmp_path: Path) -> None:
-    settings = SETTINGS | {"HEAD": "first-node", "CORPUS": "/data/corpus", "SAVE": "/shared/save"}
+    settings = SETTINGS | {"HEAD": "first-node", "MOE_CKPT_CORPUS": "/data/corpus", "SAVE": "/shared/save"}
     calls = []
     for number, given in enumerate(({}, {"LOOP": "own"}, {"LOOP": "none of these"})):
         folder = tmp_path / str(number)

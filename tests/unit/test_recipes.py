@@ -41,7 +41,7 @@ def hardware_queues(script: Path, folder: Path, given: dict[str, str]) -> str:
     program = folder / "tells its queues"
     program.write_text('#!/bin/bash\nprintf "%s" "${CUDA_DEVICE_MAX_CONNECTIONS:-8}"\n')
     program.chmod(0o755)
-    environment = os.environ | given | {"PYTHON": str(program)}
+    environment = os.environ | given | {"MOE_CKPT_PYTHON": str(program)}
     return subprocess.run([script], env=environment, check=True, timeout=60, capture_output=True, text=True).stdout
 
 

@@ -1,4 +1,4 @@
-"""What the launcher of a node watches for, as flags say it; imports nothing of Megatron-Core, as launchers must."""
+"""The flags of launchers, and what one watches for as they say; imports nothing of Megatron-Core, as launchers must."""
 
 from __future__ import annotations
 
@@ -29,27 +29,22 @@ class HealthOptions:
         return bool(self.strikes or self.health_check or self.hang_s)
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser, prefix: str = "") -> None:
-        """The flags of these options, each with a prefix.
-
-        Args:
-            parser: Gets the flags.
-            prefix: What their names begin with.
-        """
+    def add_flags(cls, parser: argparse._ActionsContainer) -> None:
+        """The flags of these options."""
         parser.add_argument(
-            f"--{prefix}strikes", type=_strikes, default=(0, 0.0), metavar="N/TIME", dest="strikes",
+            "--moe-ckpt-strikes", type=_strikes, default=(0, 0.0), metavar="N/TIME", dest="strikes",
             help="exclude a node after N failures of its own ranks within TIME, such as 3/10m (default: never)",
         )  # fmt: skip
         parser.add_argument(
-            f"--{prefix}health-check", default="", metavar="CMD", dest="health_check",
+            "--moe-ckpt-health-check", default="", metavar="CMD", dest="health_check",
             help="shell command to run on a node before each start of its ranks; a non-zero exit excludes the node",
         )  # fmt: skip
         parser.add_argument(
-            f"--{prefix}health-timeout", type=_seconds, default=60.0, metavar="S", dest="health_timeout",
+            "--moe-ckpt-health-timeout", type=_seconds, default=60.0, metavar="S", dest="health_timeout",
             help="timeout of the health check in seconds (default: 60)",
         )  # fmt: skip
         parser.add_argument(
-            f"--{prefix}hang-timeout", type=_seconds, default=0.0, metavar="S", dest="hang_timeout",
+            "--moe-ckpt-hang-timeout", type=_seconds, default=0.0, metavar="S", dest="hang_timeout",
             help="seconds without a finished iteration after which stacks are printed and hung ranks killed, so that"
             " the job recovers; set it above the longest iteration, evaluation and save together (default: never)",
         )  # fmt: skip
@@ -61,11 +56,25 @@ class HealthOptions:
         return cls(strikes, within_s, options.health_check, options.health_timeout, options.hang_timeout)
 
     def arguments(self) -> list[str]:
-        """As flags without a prefix, for another launcher."""
-        found = [] if not self.strikes else ["--strikes", f"{self.strikes}/{self.within_s}s"]
-        found += ["--health-check", self.health_check] if self.health_check else []
-        found += ["--health-timeout", str(self.health_s)]
-        return found + (["--hang-timeout", str(self.hang_s)] if self.hang_s else [])
+        """As flags, for another launcher."""
+        found = [] if not self.strikes else ["--moe-ckpt-strikes", f"{self.strikes}/{self.within_s}s"]
+        found += ["--moe-ckpt-health-check", self.health_check] if self.health_check else []
+        found += ["--moe-ckpt-health-timeout", str(self.health_s)]
+        return found + (["--moe-ckpt-hang-timeout", str(self.hang_s)] if self.hang_s else [])
+
+
+def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
+    """All flags that a launcher has beside those of torchrun, as a group."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--moe-ckpt-standbys",
+        type=int,
+        default=0,
+        metavar="N",
+        help="hot standby processes per node: a standby replaces a failed rank while surviving ranks keep running"
+        " (0: plain torchrun)",
+    )
+    HealthOptions.add_flags(group)
 
 
 def _strikes(text: str) -> tuple[int, float]:

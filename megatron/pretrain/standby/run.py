@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
 from megatron.pretrain.processes import NODE_LEAVES
-from megatron.pretrain.standby.health_options import HealthOptions
+from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 # What torchrun does when it starts a process: before a standby has a rank.
@@ -58,21 +58,40 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + int(stop.sigval))
 
 
+_EXAMPLES = """
+one node of 8 GPUs, of which any may fail:
+  moe-ckpt-run --nproc-per-node 8 --moe-ckpt-standbys 1 SCRIPT [flags] --moe-ckpt-strategy full
+
+each of 16 nodes; a node is excluded after 3 failures within 10 minutes:
+  moe-ckpt-run --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id run-12 --rdzv-endpoint HOST:29400 \\
+      --moe-ckpt-standbys 8 --moe-ckpt-strikes 3/10m SCRIPT [flags] --moe-ckpt-strategy full
+
+All options of torchrun apply: torchrun --help. Flags of SCRIPT: moe-ckpt flags.
+"""
+
+
+def _own_help() -> str:
+    """What torchrun lacks, and how a job is started; its own options are a page that its users know."""
+    parser = argparse.ArgumentParser(
+        prog="moe-ckpt-run",
+        usage="%(prog)s [options of torchrun] [--moe-ckpt-...] SCRIPT [flags]",
+        description="torchrun with hot standbys: surviving ranks keep their processes when others are lost.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    add_launcher_flags(parser)
+    return parser.format_help()
+
+
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """torchrun's options and ours. Ends the process with exit code 2 for those that cannot work together."""
     from torch.distributed.run import get_args_parser
 
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "moe-ckpt-run"
-    parser.add_argument(
-        "--moe-ckpt-standbys",
-        type=int,
-        default=0,
-        metavar="N",
-        help="hot standby processes per node: a standby replaces a failed rank while surviving ranks keep running"
-        " (0: plain torchrun)",
-    )
-    HealthOptions.add_flags(parser, "moe-ckpt-")
+    add_launcher_flags(parser)
+    parser.format_help = _own_help  # type: ignore[method-assign]
     options = parser.parse_args(argv)
     if options.moe_ckpt_standbys < 0:
         parser.error(f"--moe-ckpt-standbys {options.moe_ckpt_standbys}: give how many, 0 for none")

@@ -167,7 +167,7 @@ def main() -> int:
         parser.add_argument(f"--{what}", dest="events", action="append", default=[], type=partial(_event, what))
     parser.add_argument("--reports", type=Path, required=True, help="the job's --metrics-jsonl")
     options = parser.parse_args()
-    return Controller(options.events, options.reports, Path(os.environ.get("TMPFS", "/dev/shm"))).run_all()
+    return Controller(options.events, options.reports, Path(os.environ.get("MOE_CKPT_TMPFS", "/dev/shm"))).run_all()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def beat(moved: float, alive: float = 0.0, doing: Activity = Activity.TRAINING) 
 
 def parsed(*arguments: str) -> HealthOptions:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    HealthOptions.add_flags(parser, "moe-ckpt-")
+    HealthOptions.add_flags(parser)
     return HealthOptions.of(parser.parse_args(arguments))
 
 
