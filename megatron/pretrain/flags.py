@@ -9,17 +9,6 @@ from typing import Any, NoReturn
 from megatron.pretrain.errors import InvalidInput
 
 
-def with_printable_help(parser: ArgumentParser) -> ArgumentParser:
-    """The same parser; a bare `%` in the help of a flag, which ends `--help` of Megatron-LM 0.19, stands for itself."""
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        try:
-            formatter._expand_help(action)
-        except (KeyError, TypeError, ValueError):
-            action.help = (action.help or "").replace("%", "%%")
-    return parser
-
-
 def refuse(message: str) -> NoReturn:
     """Take the place of `ArgumentParser.error`, with which every rank prints the usage of all flags."""
     raise InvalidInput(message)

@@ -28,7 +28,7 @@ from megatron.pretrain import low_precision
 from megatron.pretrain.device import add_device, device_of
 from megatron.pretrain.engine_errors import driver_errors
 from megatron.pretrain.errors import InvalidInput
-from megatron.pretrain.flags import refuse, with_printable_help
+from megatron.pretrain.flags import refuse
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
 from megatron.pretrain.logs import configure_logging
 from megatron.pretrain.metrics import IterationReport, Metrics, MetricsSettings, RunFacts, protection_fields
@@ -170,7 +170,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     low_precision.add_flags(parser)
     add_metrics_flags(parser)
     parser.error = refuse  # type: ignore[method-assign]
-    return with_printable_help(stock.arguments(parser))
+    return stock.arguments(parser)
 
 
 def start_megatron(device: str, launch: Launch) -> None:

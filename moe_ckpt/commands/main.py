@@ -16,6 +16,7 @@ from .completion import completion
 from .convert import convert
 from .diff import diff
 from .digest import digest
+from .flags import flags
 from .gc import gc
 from .inspect import inspect
 from .plan import plan
@@ -37,7 +38,7 @@ class GroupedCommands(click.Group):
 
 
 GROUPS = {
-    "Before a run": ("plan", "advise", "simulate"),
+    "Before a run": ("flags", "plan", "advise", "simulate"),
     "While it runs, and after": ("status", "report"),
     "Checkpoints": ("inspect", "verify", "digest", "diff", "convert", "sign", "gc"),
     "Shell": ("completion",),
@@ -50,6 +51,7 @@ def commands() -> None:
     """Plan and look at MoE training checkpoints without a GPU and without torchrun; nothing stored in them is run.
 
     \b
+    $ moe-ckpt flags full                   # which flags are there, and which do I need?
     $ moe-ckpt advise --help                # which strategy should I use, and what will I get?
     $ moe-ckpt plan --help                  # what will the checkpoints of my job be?
     $ moe-ckpt inspect checkpoints/         # what is in there, is it whole, who holds what?
@@ -65,7 +67,7 @@ def commands() -> None:
 
 
 _COMMANDS = (
-    advise, completion, convert, diff, digest, gc, inspect, plan, report, sign, simulate, status,
+    advise, completion, convert, diff, digest, flags, gc, inspect, plan, report, sign, simulate, status,
     verify,
 )  # fmt: skip
 for command in _COMMANDS:

@@ -112,21 +112,17 @@ ROWS = {
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
     f"{ENGINE}.dense_saves": Row("errors replay storage", "megatron.core torch", "dense"),
     f"{ENGINE}.extensions.partial_saves": Row(
-        "dense_saves errors megatron_state storage", "megatron.core torch", "dense"
+        "config dense_saves errors megatron_state policy storage", "megatron.core torch", "dense"
     ),
     f"{ENGINE}.stock": Row(
         "errors ports megatron_state replay recovery standby in_place snapshot strategies config contradictions"
-        " features manager runtime dense_saves extensions policy core_versions resharding storage",
+        " features manager runtime dense_saves extensions extensions.partial_saves core_versions resharding storage",
         "megatron.core psutil torch",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
     f"{TOOLS}.checkpoints": Row(f"{PARTS} config extensions.lossy storage", "fsspec torch", "dense report"),
     f"{TOOLS}.runs": Row("errors storage", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config extensions.lossy policy strategies"),
-    f"{TOOLS}.commands": Row(
-        f"{PARTS} config contradictions storage", "click torch",
-        "megatron_core report dense hugging_face checkpoints runs simulator",
-    ),
     # The driver, and drills that start it.
     DRIVER: Row(
         "errors boot_clock replication core_versions megatron_state standby",
@@ -138,6 +134,10 @@ ROWS = {
     "pretrain_gpt_moe": Row("", "megatron.core megatron.training torch", also=f"{DRIVER} {ENGINE}"),
     f"{DRIVER}.densify": Row(also="pretrain_gpt_moe"),
     f"{TOOLS}.drills": Row("standby", "psutil", "dense scripts", also=DRIVER),
+    f"{TOOLS}.commands": Row(
+        f"{PARTS} config contradictions extensions.partial_saves storage strategies", "click torch",
+        "megatron_core report dense hugging_face checkpoints runs simulator", DRIVER,
+    ),
     # Entry points and what stands outside of packages.
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),

@@ -343,6 +343,11 @@ def test_the_page_of_commands_is_what_the_commands_say_of_themselves(reference: 
     assert page == reference.render(), "run python tools/command_reference.py"
 
 
+def test_the_page_of_flags_is_what_the_command_lists() -> None:
+    flags = tool("flag_reference")
+    assert flags.PAGE.read_text(encoding="utf-8") == flags.render(), "run python tools/flag_reference.py"
+
+
 def test_the_page_of_the_python_interface_is_made_from_docstrings_inherited_ones_too() -> None:
     interface = tool("api_reference")
     assert interface.PAGE.read_text(encoding="utf-8") == interface.render(), "run python tools/api_reference.py"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags
+from moe_ckpt.commands.flags import sections
 from moe_ckpt.commands.main import GROUPS, commands, main
 
 if TYPE_CHECKING:
@@ -111,3 +116,37 @@ def test_inspect_says_that_bytes_were_not_checked(output, content: Content, save
     directory = save(content, tmp_path / "iter_0000012")
     _, out, _ = output("inspect", directory)
     assert f"Bytes were not checked: moe-ckpt verify {directory} reads them." in " ".join(out.split())
+
+
+def flags_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "moe_ckpt", "flags", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_flags_are_listed_without_torch() -> None:
+    listed = flags_run("full")
+    assert listed.returncode == 0, listed.stderr[-500:]
+    assert not {line.rpartition("|")[2].strip() for line in listed.stderr.splitlines()} & {"torch", "numpy"}
+    assert listed.stdout.startswith("Start here:\n  --moe-ckpt-strategy ")
+    assert "Strategy full:" in listed.stdout and "Strategy sparse:" not in listed.stdout
+
+
+def test_each_flag_of_checkpoints_is_listed_once_for_each_strategy_that_it_is_for() -> None:
+    found = sections()
+    assert len(found["Start here"]) == 8
+    names = Counter(one.name.split()[0] for rows in found.values() for one in rows)
+    parser = argparse.ArgumentParser(add_help=False, usage="")
+    add_flags(parser, MoECheckpointConfig, "", MoECheckpointConfig.PREFIX)
+    assert set(re.findall(r"^  (--[a-z-]+)", parser.format_help(), re.MULTILINE)) <= set(names)
+    for one in (one for rows in found.values() for one in rows):
+        begin = re.match(r"(?:full|sparse|pec|selective)(?: and (?:full|sparse|pec|selective))*(?=:| with)", one.help)
+        if begin and one.name.split()[0] != "--moe-ckpt-strategy":
+            for strategy in begin[0].split(" and "):
+                assert one in found[f"Strategy {strategy}"], one.name
+
+
+def test_flags_are_listed_as_json(output) -> None:
+    code, out, _ = output("flags", "pec", "--json")
+    listed = json.loads(out)
+    assert code == 0
+    assert "--moe-ckpt-pec-k-snapshot INT" in [row["flag"] for row in listed["strategy_pec"]]

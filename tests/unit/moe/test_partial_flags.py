@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.stock.flags import unfit_expert_saves
+from megatron.core.dist_checkpointing.moe.extensions.partial_saves.flags import unfit_expert_saves
 
 SAVING = {
     "save": "here",

@@ -285,7 +285,7 @@ class MoECheckpointConfig:
     )
     replicate: str = flag(
         "state",
-        "full and selective: what is sent to peers. state: the bytes of the snapshot; gradients: gradients, from "
+        "full and selective: content of replicas. state: the bytes of the snapshot; gradients: gradients, from "
         "which peers repeat the Adam step on the CPU; needs --moe-ckpt-interval 1",
         choices=("state", "gradients"),
     )
@@ -330,7 +330,7 @@ class MoECheckpointConfig:
     )
     pec_selection: str = flag(
         "sequential",
-        "pec: select experts in turn (sequential) or by tokens since they were last saved (load-aware)",
+        "pec: select experts round-robin (sequential) or by tokens since they were last saved (load-aware)",
         choices=("sequential", "load-aware"),
     )
     pec_scope: str = flag(
@@ -341,7 +341,7 @@ class MoECheckpointConfig:
     )
     pec_adaptive: bool = flag(
         False,
-        "pec: raise --moe-ckpt-pec-k-snapshot to what is copied within one iteration, and persist "
+        "pec: raise --moe-ckpt-pec-k-snapshot to as many as one iteration copies, and persist "
         "--moe-ckpt-pec-k-persist (default then: 1) as often as storage takes",
     )
     plt_threshold: float | None = flag(
@@ -374,7 +374,7 @@ class MoECheckpointConfig:
     )
     recovery: str = flag(
         "auto",
-        "sparse with pipeline stages: which stages roll back after a fault. local: only those that lost state, with a "
+        "sparse with pipeline stages: which stages roll back after a fault. local: only stages with lost state, with a "
         "warning where that is not possible; global: all; auto: local where possible",
         choices=("auto", "local", "global"),
     )

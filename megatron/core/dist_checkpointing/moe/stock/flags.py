@@ -4,96 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from .. import features
-from ..config import MoECheckpointConfig, add_flags, flag, from_namespace
+from ..config import MoECheckpointConfig, add_flags, from_namespace
 from ..contradictions import contradictions, inelastic
 from ..core_versions.training import captures_passes, captures_routers
 from ..errors import UsageError
+from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
 from ..megatron_state.popularity import UNCOUNTED
-from ..policy.partial import BOTH, OPTIMIZER, PEC_SCOPES, SELECTIONS
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
-
-# The flags of checkpoints with some of the experts, and with which of Megatron-LM's flags they go.
-
-
-@dataclass(frozen=True)
-class ExpertSaveFlags:
-    """`--save-experts` and what goes with it."""
-
-    save_experts: int | None = flag(
-        None,
-        "experts per MoE layer in each checkpoint; the others stay in older ones (default: all)",
-        metavar="K",
-        minimum=1,
-    )
-    save_experts_selection: str = flag(
-        SELECTIONS[0],
-        "with --save-experts: experts in turn, or those with the most tokens since they were last saved",
-        choices=SELECTIONS,
-    )
-    save_experts_scope: str = flag(
-        BOTH.name,
-        "with --save-experts: what is left out of the other experts: their weights, of all precisions; the moments of "
-        "the optimizer; or both",
-        choices=tuple(PEC_SCOPES),
-    )
-
-
-_DEFAULTS = ExpertSaveFlags()
-
-
-def unfit_expert_saves(args: Any, strategy: str) -> Iterator[str]:
-    """A sentence for each reason why the experts of this job cannot be saved in part.
-
-    Args:
-        args: Of Megatron-LM, with `ExpertSaveFlags` among them.
-        strategy: The value of `--moe-ckpt-strategy`.
-    """
-    k = getattr(args, "save_experts", None)
-    if k is None:
-        for name in ("save_experts_selection", "save_experts_scope"):
-            value = getattr(args, name, None)
-            if value not in (None, getattr(_DEFAULTS, name)):
-                yield f"--{name.replace('_', '-')} {value} needs --save-experts"
-        return
-    told = f"--save-experts {k}"
-    if strategy == "none":
-        yield f"{told} needs a --moe-ckpt-strategy, under which checkpoints are published whole and verified"
-    if not args.save:
-        yield f"{told} needs --save"
-    if k < 1:
-        yield f"{told} must be at least 1"
-    if not args.num_experts:
-        yield f"{told} needs --num-experts"
-    elif isinstance(args.moe_layer_freq, list) and not any(args.moe_layer_freq):
-        yield f"{told}: --moe-layer-freq {args.moe_layer_freq} has no layer with experts"
-    elif k > args.num_experts:
-        yield f"{told} must be at most --num-experts {args.num_experts}"
-    if args.ckpt_format != "torch_dist":
-        yield f"{told} needs --ckpt-format torch_dist, not {args.ckpt_format}"
-    if args.use_distributed_optimizer and not args.no_save_optim and not args.dist_ckpt_optim_fully_reshardable:
-        yield (
-            f"{told}: the distributed optimizer is saved in buckets that many parameters share, from which no expert"
-            " can be left out; add --dist-ckpt-optim-fully-reshardable"
-        )
-    if args.save_experts_scope == OPTIMIZER.name and args.no_save_optim:
-        yield "--save-experts-scope optimizer and --no-save-optim exclude each other: nothing would be left out"
-    if getattr(args, "ckpt_assume_constant_structure", False):
-        yield f"{told} does not go with --ckpt-assume-constant-structure: each checkpoint holds other experts"
-    if getattr(args, "save_retain_interval", None):
-        yield (
-            f"{told} does not go with --save-retain-interval {args.save_retain_interval}: it would remove checkpoints"
-            " that hold experts of newer ones"
-        )
-    if getattr(args, "non_persistent_ckpt_type", None) == "global":
-        yield f"{told} does not go with --non-persistent-ckpt-type global, which keeps one checkpoint only"
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -105,6 +29,21 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
     add_flags(parser, ExpertSaveFlags, "checkpoints with some of the experts")
+    return _with_own_help_first(parser)
+
+
+def _with_own_help_first(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make `--help` begin with these flags, and print it also where Megatron-LM's has a bare `%`, as with 0.19."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+    *others, checkpoints, expert_saves = parser._action_groups
+    parser._action_groups = [checkpoints, expert_saves, *others]
+    # Else hundreds of lines that name each flag of Megatron-LM, with an error as well.
+    parser.usage = parser.usage or "%(prog)s [flags]; moe-ckpt flags lists those of checkpoints"
     return parser
 
 

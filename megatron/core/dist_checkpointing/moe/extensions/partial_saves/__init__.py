@@ -2,7 +2,7 @@
 
 The others stay in older checkpoints, see `moe_ckpt.dense.chain`.
 
-    settings    the flags, which every job has
+    flags       the flags, which every job has
     saving      which experts a checkpoint holds, and the generation of their state alone
     loading     each expert from where its newest copy is
 
