@@ -12,6 +12,7 @@ line that says so.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -122,6 +123,8 @@ def _import() -> None:
             load_megatron_core()
     finally:
         gc.freeze()
+        # Else bindings made with nanobind, such as triton's, report each frozen object as leaked.
+        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
 

@@ -122,7 +122,7 @@ def flag_errors() -> Iterator[None]:
         if not advice:
             raise
         said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or "see where in its code"
-        raise InvalidInput(f"flags of Megatron-LM that cannot work: {' '.join(said.split())}{advice[-1]}") from error
+        raise InvalidInput(f"invalid Megatron-LM arguments: {' '.join(said.split())}{advice[-1]}") from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from .values import Duration
 if TYPE_CHECKING:
     from moe_ckpt.checkpoints.location import GcItem, GcPlan
 
-HELP = """Say what in PLACE is not needed any more, and why the rest is; with --apply, free it.
+HELP = """List checkpoints in PLACE that are safe to remove, and why others are not; with --apply, remove them.
 
 \b
     $ moe-ckpt gc run/snapshots                       # storage: a --moe-ckpt-persist-dir, a folder or a URL

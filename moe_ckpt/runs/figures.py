@@ -43,7 +43,7 @@ def figures_of(runs: Sequence[Run]) -> Report:
                 " persisted iteration:count | lost tokens:count | tokens per s:number | said",
                 rows,
             ),
-            table("Stops", "run | after:count | resumed:count | struck | scope | recovery:seconds | parts", stops),
+            table("Restarts", "run | after:count | resumed:count | struck | scope | recovery:seconds | parts", stops),
         ),
     )
 

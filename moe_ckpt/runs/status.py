@@ -180,13 +180,13 @@ def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
     facts = [
         Fact("Job", first.job or "-"),
         Fact("Strategy", first.strategy or "-"),
-        Fact("Ranks heard of", f"{len(ranks)} of {max(first.world_size, len(ranks))}"),
+        Fact("Ranks reporting", f"{len(ranks)} of {max(first.world_size, len(ranks))}"),
         Fact("Iteration", max(one.iteration for one in ranks), "count"),
         Fact("Protection", _worst(one.protection for one in ranks)),
         Fact("Newest protected", _known(min(one.protected for one in ranks)), "count"),
         Fact("Persistence", _worst(str(one.persistence) for one in storage) if storage else "no storage"),
         Fact("Newest persisted", _known(min((one.persisted for one in storage), default=-1)), "count"),
-        Fact("Newest word", _ago_s(max(one.at_s for one in ranks), now_s), "seconds"),
+        Fact("Last heartbeat", _ago_s(max(one.at_s for one in ranks), now_s), "seconds"),
     ]
     nodes = {one.node: [other for other in ranks if other.node == one.node] for one in ranks}
     rows = (
@@ -202,10 +202,10 @@ def as_report(found: JobStatus, now_s: float, silent_s: float) -> Report:
         "node | ranks:count | iteration:count | protection | protected:count | persisted:count | memory free:bytes"
     )
     tables = (
-        table("Nodes", f"{columns} | oldest word:seconds", rows),
-        table("Less than asked for", "rank:count | node | what | why", (row for row in trouble if row[2])),
+        table("Nodes", f"{columns} | last heartbeat:seconds", rows),
+        table("Problems", "rank:count | node | what | why", (row for row in trouble if row[2])),
     )
-    notes = () if found.from_store else (f"Only what is known here: {found.why_not}.",)
+    notes = () if found.from_store else (f"Local view only: {found.why_not}.",)
     return Report("Job status", tuple(facts), tables, (*notes, *found.damaged))
 
 

@@ -9,7 +9,7 @@ from runs import Layout, Start
 from world import Outcome
 
 LAYOUT = Layout(pp=2, ep=1, ranks=2)
-ASSERTED = "flags of Megatron-LM that cannot work: "
+ASSERTED = "invalid Megatron-LM arguments: "
 CASES = {
     "an unknown flag": (["--no-such-flag", "1"], "--no-such-flag"),
     "flags that contradict each other": (["--fp16", "--bf16"], f"{ASSERTED}assert not args.bf16"),

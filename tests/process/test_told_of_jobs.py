@@ -91,7 +91,7 @@ def _seen(place: Path, ranks: int, after: int = 0) -> dict[str, Any]:
         result = CliRunner().invoke(commands, ["status", str(place), "--json"])
         if result.output.startswith("{"):
             found: dict[str, Any] = json.loads(result.output)
-            is_whole = found["ranks_heard_of"] == f"{ranks} of {ranks}" and found["protection"] == "protected"
+            is_whole = found["ranks_reporting"] == f"{ranks} of {ranks}" and found["protection"] == "protected"
             if is_whole and found["iteration"] > after:
                 assert "notes" not in found, found["notes"]
                 return found

@@ -77,7 +77,12 @@ def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_
     protect = ["--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3", "--moe-ckpt-memory-dir", str(cluster.memory)]
     saving = ["--save", str(killed), "--metrics-jsonl", str(killed / "reports"), "--moe-ckpt-inject-fault"]
     saving.append(f"{victim}@6:step")
-    here = {"NPROC": str(layout.ranks // 2), "NNODES": "2", "SCRIPT": str(LOST_NODE), "MEMORY": str(cluster.memory)}
+    here = {
+        "NPROC": str(layout.ranks // 2),
+        "NNODES": "2",
+        "MOE_CKPT_SCRIPT": str(LOST_NODE),
+        "MEMORY": str(cluster.memory),
+    }
     ended = launch(["scripts/train_cpu.sh", *flags(corpus, layout, *protect, *saving)], **here)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
@@ -91,9 +96,7 @@ def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_
     ("wrong", "part"),
     [
         pytest.param(["--keep-last", "3"], "--keep-last is no flag", id="seen by the launcher"),
-        pytest.param(
-            ["--num-layers", "3"], "flags of Megatron-LM that cannot work", id="seen by the workers", marks=full
-        ),
+        pytest.param(["--num-layers", "3"], "invalid Megatron-LM arguments", id="seen by the workers", marks=full),
     ],
 )
 def test_what_cannot_work_is_said_once_and_not_restarted(
@@ -109,7 +112,7 @@ def test_what_cannot_work_is_said_once_and_not_restarted(
 def test_nodes_of_which_one_has_left_for_good_do_not_wait_for_each_other(launch: Launch, corpus: str) -> None:
     script = str(Path(__file__).with_name("verdict_rank.py"))
     argv = ["scripts/train_cpu.sh", *flags(corpus, Layout(pp=1, ep=1, ranks=3))]
-    ended = launch(argv, timeout_s=HANG_TIMEOUT_S, NPROC="1", NNODES="3", SCRIPT=script)
+    ended = launch(argv, timeout_s=HANG_TIMEOUT_S, NPROC="1", NNODES="3", MOE_CKPT_SCRIPT=script)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "ranks exited with a permanent error; other nodes are still running after 10 s" in ended.stderr
 

@@ -127,7 +127,7 @@ def test_gloo_takes_the_interface_of_the_flag_or_refuses_it_in_one_line(new_job)
 )
 def test_a_flag_that_megatron_refuses_is_told_in_one_line(new_job, flags, told: str) -> None:
     outcome = new_job(ALONE).run(*FULL, *flags, codes=REFUSED)
-    (said,) = [line for line in outcome.lines if "flags of Megatron-LM that cannot work: " in line]
+    (said,) = [line for line in outcome.lines if "invalid Megatron-LM arguments: " in line]
     assert told in said
     assert "Traceback" not in outcome.said
 

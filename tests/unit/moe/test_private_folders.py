@@ -92,7 +92,7 @@ def test_a_folder_in_which_others_may_write_is_refused(base: Path, below: str, m
 
 def test_a_folder_that_others_could_exchange_is_refused(base: Path) -> None:
     base.parent.chmod(0o777)
-    refused(base, "where others can replace it")
+    refused(base, "insecure memory dir")
 
 
 def test_what_is_refused_is_refused_before_any_of_it_is_read(base: Path) -> None:

@@ -188,7 +188,7 @@ def test_commands_name_what_is_strange_and_use_the_rest(
         assert said(capsys, monkeypatch, "digest", place / "iter_0000024")[0] in (0, 1)
         if kind == "memory":
             code, output = said(capsys, monkeypatch, "status", place)
-            assert "Ranks heard of" in output
+            assert "Ranks reporting" in output
             assert (str(path) in output) == (path.name == STATUS_FILE), (name, output)
         # Twice: what a command put in order is as it should be.
         for apply in ((), ("--apply",)):

@@ -274,5 +274,5 @@ def test_a_package_that_cannot_be_imported_counts_as_not_installed(tmp_path: Pat
     (tmp_path / "apex" / "__init__.py").write_text('raise ImportError("libcuda.so.1 is missing")')
     ended = started("--device cpu --num-layers 2", PYTHONPATH=str(tmp_path))
     assert ended.returncode == 2
-    assert "flags of Megatron-LM that cannot work: " in ended.stderr
+    assert "invalid Megatron-LM arguments: " in ended.stderr
     assert "apex" not in ended.stderr

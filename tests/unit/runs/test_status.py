@@ -81,18 +81,18 @@ def test_all_nodes_are_asked_through_the_store_that_the_ranks_met_at(store: TCPS
     result = status("--store", f"127.0.0.1:{store.port}", "--json")
     found = json.loads(result.output)
     assert result.exit_code == 1, "one rank has less than was asked for"
-    assert found["ranks_heard_of"] == "2 of 2" and found["protection"] == "degraded"
+    assert found["ranks_reporting"] == "2 of 2" and found["protection"] == "degraded"
     assert (found["iteration"], found["newest_protected"], found["newest_persisted"]) == (10, 7, 8)
     assert [row["node"] for row in found["nodes"]] == ["node-0", "node-1"]
     assert all(row["memory_free_bytes"] > 0 for row in found["nodes"])
-    assert found["less_than_asked_for"] == [{"rank": 1, "node": "node-1", "what": "degraded", "why": POOR.reason}]
+    assert found["problems"] == [{"rank": 1, "node": "node-1", "what": "degraded", "why": POOR.reason}]
 
 
 def test_a_node_without_the_store_knows_its_own_ranks_and_says_so(store: TCPStore, tmp_path: Path) -> None:
     shown(slot(tmp_path, 0), store, 0, WELL)
     result = status(tmp_path)
     assert result.exit_code == 1 and "its process has ended" in result.output
-    assert "Only what is known here: its processes on this node have ended." in result.output
+    assert "Local view only: its processes on this node have ended." in result.output
 
 
 def test_a_store_that_is_gone_is_said_in_one_line(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_of_a_rank_whose_clock_is_ahead_it_is_not_said_that_it_spoke_just_now() 
     report = read.as_report(found, 100.0, 60.0)
     (table,) = [table for table in report.tables if table.title.startswith("Less")]
     assert table.rows[0][2] == "clock" and "900 s ahead" in table.rows[0][3]
-    assert {fact.name: fact.value for fact in report.facts}["Newest word"] is None
+    assert {fact.name: fact.value for fact in report.facts}["Last heartbeat"] is None
 
 
 def test_a_rank_that_was_never_heard_of_is_no_good_sign() -> None:

@@ -137,11 +137,9 @@ class WorkerSlot:
         try:
             message = self._slots.get(timeout=timeout_s)
         except queue.Empty:
-            raise PeerLost(
-                f"this rank waited {timeout_s:g} s for its launcher to let training go on; leaving"
-            ) from None
+            raise PeerLost(f"launcher did not let this rank resume within {timeout_s:g} s; exiting") from None
         if message is None:
-            raise PeerLost("the launcher that this rank waited for to let training go on has ended; leaving")
+            raise PeerLost("launcher died while this rank was waiting to resume; exiting")
         self._sit(message)
         own_heartbeat().loads()
 

@@ -73,8 +73,8 @@ def check_outside(base: Path) -> None:
         mode = os.stat(base.parent).st_mode
         if mode & _OTHERS and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"memory dir {base} lies in {base.parent}, where others can replace it (mode {_mode(mode)} without the"
-                " sticky bit): use a folder in /dev/shm, or take their right to write"
+                f"insecure memory dir {base}: {base.parent} is writable by others without the sticky bit (mode"
+                f" {_mode(mode)}); use a folder in /dev/shm, or chmod go-w {base.parent}"
             )
 
 
