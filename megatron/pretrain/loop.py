@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from inspect import signature
 from typing import Any
 
@@ -299,6 +300,7 @@ class _Reports:
             metrics = Metrics(is_last_rank=False, settings=MetricsSettings())
         metrics.began(
             RunFacts(
+                **in_words(args),
                 job=self._launch.place.job_here,
                 strategy=args.moe_ckpt_strategy,
                 world_size=self._launch.world_size,
@@ -312,3 +314,27 @@ class _Reports:
             )
         )
         return metrics
+
+
+def in_words(args: Any) -> dict[str, Any]:
+    """Model, layout and software of a job, for people.
+
+    Args:
+        args: Of Megatron-LM.
+    """
+    sizes = {
+        "TP": args.tensor_model_parallel_size,
+        "PP": args.pipeline_model_parallel_size,
+        "CP": args.context_parallel_size,
+        "EP": args.expert_model_parallel_size,
+        "DP": args.data_parallel_size,
+    }
+    model = f"{args.num_layers} layers, hidden size {args.hidden_size}"
+    if args.num_experts:
+        model += f", {args.num_experts} experts, top {args.moe_router_topk}"
+    packages = ("megatron-moe-ckpt", "megatron-core", "torch")
+    return {
+        "model": f"{model}; global batch {args.global_batch_size}, {args.seq_length} tokens",
+        "layout": " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank",
+        "software": ", ".join(f"{name} {version(name)}" for name in packages),
+    }

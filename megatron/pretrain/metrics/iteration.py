@@ -19,7 +19,7 @@ class RunFacts:
     iteration: after which it begins. tokens_per_iteration, flops_per_iteration: of the whole job, forward and backward,
     as the model needs them: what is computed twice for recomputation counts once. at_s: seconds since 1970. boot: which
     boot of its node this is. since_boot_s: seconds since then, which are told with each line: the clock of the day may
-    be set at any time.
+    be set at any time. model, layout, software: in words, for the head of a report.
     """
 
     job: str
@@ -32,6 +32,9 @@ class RunFacts:
     at_s: float
     boot: str = ""
     since_boot_s: float | None = None
+    model: str = ""
+    layout: str = ""
+    software: str = ""
     version: int = VERSION
 
 

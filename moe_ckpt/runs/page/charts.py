@@ -42,7 +42,7 @@ class Mark:
 def chart(
     title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, unit: str = "", from_zero: bool = False
 ) -> str:
-    """Curves over iterations as HTML; empty where no value is known.
+    """Curves over iterations as HTML; empty where no value is known. Seconds are shown in ms where all are below one.
 
     Args:
         title: Title of the chart.
@@ -55,6 +55,9 @@ def chart(
     points = [point for _, some in shown for point in some]
     if not points:
         return ""
+    if unit == "s" and max(abs(y) for _, y in points) < 1:
+        unit, shown = "ms", [(curve, [(x, 1000 * y) for x, y in some]) for curve, some in shown]
+        points = [point for _, some in shown for point in some]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
     bottom, top, ticks = scale(min(0.0, lowest) if from_zero else lowest, highest)
@@ -92,11 +95,17 @@ def bands(
         return ""
     left = min(points[0][0] for _, points in rows)
     right = max(points[-1][0] for _, points in rows)
-    frame = _Frame(left, right + 1, 0, 1)
+    # As of `chart`, so that the same iteration is at the same place; the last one has the width of a line.
+    frame = _Frame(left, right if right > left else left + 1, 0, 1)
     parts = []
     for name, points in rows:
         rects = "".join(
-            _rect(level, frame.x(begin), frame.x(end), f"{levels[level]}, iterations {begin:.0f} to {end - 1:.0f}")
+            _rect(
+                level,
+                frame.x(begin),
+                frame.x(min(end, frame.right)),
+                f"{levels[level]}, iterations {begin:.0f} to {end - 1:.0f}",
+            )
             for begin, end, level in _spans(points)
         )
         lines = "".join(f'<path class="mark" d="M{frame.x(mark.at):.1f} 0V20"/>' for mark in marks[:MOST_MARKS])

@@ -38,14 +38,14 @@ margin:.4rem 0}.say li.ok{border-color:var(--ok)}.say li.warn{border-color:var(-
 var(--bad)}.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.2rem,1fr));gap:.6rem;margin:1rem 0}
 .figures div{background:var(--card);padding:.6rem .8rem;border-radius:.4rem}dt{color:var(--soft);font-size:.85rem}
 dd{margin:0;font-size:1.3rem;font-weight:600}dd small{display:block;font-weight:400}
-figure{margin:1.5rem 0}figcaption{font-weight:600}.plot{display:grid;grid-template-columns:3.5rem 1fr}
+figure{margin:1.5rem 0}figcaption{font-weight:600}.plot{display:grid;grid-template-columns:5.5rem 1fr}
 .plot svg{width:100%;height:13rem;overflow:visible;display:block}.y{position:relative}.y span{position:absolute;right:
 .4rem;transform:translateY(-50%);font-size:.75rem;color:var(--soft)}.x{display:flex;justify-content:space-between;
-margin-left:3.5rem;font-size:.75rem;color:var(--soft);padding-top:.3rem}.grid{stroke:var(--line);stroke-width:1}
+margin-left:5.5rem;font-size:.75rem;color:var(--soft);padding-top:.3rem}.grid{stroke:var(--line);stroke-width:1}
 path{fill:none;vector-effect:non-scaling-stroke}.line{stroke-width:1.8}.dots{stroke-width:7;stroke-linecap:round}
 .mark{stroke:var(--mark);stroke-width:1.5;stroke-dasharray:4 3}
 .band{display:grid;grid-template-columns:5.5rem 1fr;align-items:center;margin:.3rem 0;font-size:.85rem}
-.band .mark{stroke:var(--fg)}.band svg{width:100%;height:1.4rem}.banded .x{margin-left:5.5rem}
+.band .mark{stroke:var(--fg)}.band svg{width:100%;height:1.4rem}
 .level2{fill:var(--ok);background:var(--ok)}.level1{fill:var(--warn);background:var(--warn)}
 .level0{fill:var(--bad);background:var(--bad)}
 .legend li{font-size:.85rem;display:flex;align-items:center;gap:.35rem}.legend i{width:1rem;height:.25rem;
@@ -140,9 +140,9 @@ def _comparison(runs: Sequence[Run]) -> str:
         ),
         ("waiting for checkpoints", *(_part(run, run.time.stall_s) for run in runs)),
         ("slowed by copies", *(_part(run, run.time.slowed_s) for run in runs)),
-        ("run again", *(_part(run, run.time.again_s) for run in runs)),
+        ("recomputed", *(_part(run, run.time.again_s) for run in runs)),
         ("stopped by faults", *(_part(run, run.time.stopped_s) for run in runs)),
-        ("stops", *(str(len(run.stops)) for run in runs)),
+        ("restarts", *(str(len(run.stops)) for run in runs)),
         ("lost tokens", *(f"{sum(sum(row.values()) for row in run.lost_tokens.values()):,}" for run in runs)),
         *(
             (title, *(_share_lost(run, name) for run in runs))

@@ -28,12 +28,21 @@ def overview(run: Run) -> str:
     values = [
         ("Newest iteration", f"{run.newest:,}", _of_all(run)),
         ("ETTR so far", share(time.ettr), f"of {duration(time.total_s)}"),
-        ("Stops", str(len(run.stops)), f"{recovered} recovered from snapshots"),
+        ("Restarts", str(len(run.stops)), f"{recovered} recovered from snapshots"),
         ("Newest protected", _whole(newest[0]), "all copies in memory"),
         ("Newest persisted", _whole(newest[1]), "in storage"),
         ("Tokens per second", short(tokens).strip(), f"{short(run.last('model_flops_per_s'))}FLOP/s of the model"),
     ]
-    return f'<ul class="say">{said}</ul>{figures(values)}'
+    return f'{_job(run)}<ul class="say">{said}</ul>{figures(values)}'
+
+
+_HEAD = {"job": "Job", "strategy": "Strategy", "model": "Model", "layout": "Layout", "software": "Software"}
+
+
+def _job(run: Run) -> str:
+    """Of what job this is a report, as far as its log says."""
+    rows = [(title, str(run.facts[name])) for name, title in _HEAD.items() if run.facts.get(name)]
+    return table(("Job", ""), rows) if rows else ""
 
 
 def _of_all(run: Run) -> str:
@@ -46,9 +55,9 @@ def _whole(value: float) -> str:
 
 
 def loss(run: Run) -> str:
-    """With faults, and what was run again."""
+    """With faults, and recomputed iterations."""
     again = [(run.log.columns["iteration"][at], run.log.columns["lm_loss"][at]) for at in run.again]
-    curves = [Curve("loss", points(run, "lm_loss"), 0), Curve("run again", sorted(again), 1, dots=True)]
+    curves = [Curve("loss", points(run, "lm_loss"), 0), Curve("recomputed", sorted(again), 1, dots=True)]
     return chart("Loss over iterations", curves, marks_of(run))
 
 
@@ -57,11 +66,11 @@ def overhead(run: Run) -> str:
     marks = marks_of(run)
     times = [Curve("iteration", points(run, "iteration_time_s"), 0)]
     waits = [Curve("waiting for checkpoints", points(run, "stall_s"), 1)]
-    slowed = [Curve("longer than the median without copies", points(run, "slowed_s"), 3)]
+    slowed = [Curve("longer than the median pass without a copy", points(run, "slowed_s"), 3)]
     return (
         chart("Time of an iteration", times, marks, unit="s", from_zero=True)
-        + chart("What training waited for checkpoints", waits, marks, unit="s", from_zero=True)
-        + chart("What copies beside training cost its passes", slowed, marks, unit="s", from_zero=True)
+        + chart("Training waiting for checkpoints", waits, marks, unit="s", from_zero=True)
+        + chart("Passes slowed by copies", slowed, marks, unit="s", from_zero=True)
     )
 
 
@@ -79,7 +88,7 @@ def protection(run: Run) -> str:
         )
     ]
     found = bands("How safe the run was", rows, LEVELS, marks)
-    found += chart("How far the newest copies are behind", behind, marks, unit="iterations", from_zero=True)
+    found += chart("Snapshot lag", behind, marks, unit="iterations", from_zero=True)
     if shares:
         found += table(("Share of iterations", *reversed(LEVELS)), shares)
     return found + _reasons(run)
@@ -97,7 +106,7 @@ def _reasons(run: Run) -> str:
 def time_spent(run: Run) -> str:
     """Where the time went."""
     time = run.time
-    parts = list(_time_parts(time))
+    parts = list(_time_parts(time, is_measured=any(math.isfinite(one) for one in run.of_kept("slowed_s"))))
     if not time.total_s:
         return ""
     bar = stacked([(name, length_s, share(length_s / time.total_s)) for name, length_s, _ in parts], time.total_s)
@@ -106,13 +115,17 @@ def time_spent(run: Run) -> str:
     return f"<h3>Where the time went</h3>{bar}" + table(("", "time", "share", ""), rows)
 
 
-def _time_parts(time: TimeSpent) -> Iterator[tuple[str, float, str]]:
+def _time_parts(time: TimeSpent, *, is_measured: bool) -> Iterator[tuple[str, float, str]]:
     yield "training", time.useful_s, "of what the newest state consists of"
     yield "waiting", time.stall_s, "for checkpoints"
-    yield "slowed", time.slowed_s, "passes, by copies beside them"
-    yield "again", time.again_s, "iterations that were run before"
+    yield (
+        "slowed",
+        time.slowed_s,
+        "passes, by concurrent copies" + ("" if is_measured else ": no warm pass without a copy yet"),
+    )
+    yield "recomputed", time.again_s, "iterations that were run before"
     yield "stopped", time.stopped_s, "by faults, until training went on"
-    yield "between", time.other_s, "iterations: evaluation, data, the first start"
+    yield "other", time.other_s, "between iterations: evaluation, data, the first start"
 
 
 def memory(run: Run) -> str:

@@ -95,9 +95,13 @@ def test_on_the_host_both_are_told_by_the_clock(device: Device) -> None:
 
 def test_what_copies_cost_the_passes_is_told_against_those_without() -> None:
     times = PassTimes()
+    times.noted(30.0, copied=False)  # the first ones warm up
     times.noted(3.0, copied=True)
     assert times.slowed_s is None
-    for passes_s in (1.0, 1.1, 9.0):
+    for passes_s in (1.0, 1.1):
         times.noted(passes_s, copied=False)
+    times.noted(1.35, copied=True)
+    assert times.slowed_s is None, "of two nobody knows which is usual"
+    times.noted(9.0, copied=False)
     times.noted(1.35, copied=True)
     assert times.slowed_s == pytest.approx(0.25)

@@ -71,6 +71,37 @@ def moe_ckpt(*arguments: object) -> Result:
     return CliRunner().invoke(commands, [*map(str, arguments)])
 
 
+def test_the_head_says_of_what_job_the_report_is(tmp_path: Path) -> None:
+    said = {"model": "4 layers, 8 experts", "layout": "PP 2 x EP 2", "software": "torch <2.14>"}
+    file = written(tmp_path / "metrics.jsonl", start(0.0, **said), iteration(1, 1.0))
+    head = render(read_runs([file]), 0.0).partition("<section")[0]
+    for text in ("<td>j</td>", "<td>sparse</td>", "4 layers, 8 experts", "PP 2 x EP 2", "torch &lt;2.14&gt;"):
+        assert text.removeprefix("<td>").removesuffix("</td>") in head, text
+
+
+def test_times_below_a_second_are_in_milliseconds_and_others_are_not(tmp_path: Path) -> None:
+    lines = [iteration(number, number * 2.0, stall_s=0.005, iteration_time_s=1.5) for number in range(1, 5)]
+    page = render(read_runs([written(tmp_path / "metrics.jsonl", start(0.0), *lines)]), 0.0)
+    units = dict(re.findall(r"<figcaption>([^<]+) <small>(\w+)</small>", page))
+    assert (units["Training waiting for checkpoints"], units["Time of an iteration"]) == ("ms", "s")
+    waiting = page.partition("Training waiting for checkpoints")[2]
+    assert "from 5 to 5" in waiting.partition("</figure>")[0]
+
+
+def test_what_copies_cost_is_unknown_and_not_zero_without_passes_to_compare_with(tmp_path: Path) -> None:
+    lines = [iteration(number, number * 0.6, slowed_s=None) for number in range(1, 5)]
+    page = render(read_runs([written(tmp_path / "metrics.jsonl", start(0.0), *lines)]), 0.0)
+    assert "Passes slowed by copies" not in page and "no warm pass without a copy yet" in page
+
+
+def test_an_iteration_is_at_the_same_place_in_all_charts(metrics: Path) -> None:
+    page = render(read_runs([metrics]), 0.0)
+    axes = {tuple(re.findall(r"<span>([\d,]+)</span>", axis)) for axis in re.findall(r'<div class="x".*?</div>', page)}
+    assert {(axis[0], axis[-1]) for axis in axes} == {("1", "40")}
+    lefts = re.findall(r"(?:grid-template-columns|margin-left):([\d.]+rem)", STYLE)
+    assert len(lefts) == 3 and len(set(lefts)) == 1
+
+
 def test_the_page_is_whole_and_loads_nothing(metrics: Path) -> None:
     page = render(read_runs([metrics]), 0.0)
     outline = Outline(page)

@@ -16,6 +16,7 @@ import torch
 from ..ports import Clock
 
 _REMEMBERED = 16
+_COLD, _ENOUGH = 1, 3
 
 
 class HostStopwatch:
@@ -83,6 +84,7 @@ class PassTimes:
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=_REMEMBERED)
         self._alone: deque[float] = deque(maxlen=_REMEMBERED)
+        self._cold = _COLD + 1
         self.slowed_s: float | None = None
 
     @property
@@ -93,14 +95,17 @@ class PassTimes:
     def noted(self, passes_s: float, *, copied: bool) -> None:
         """Take in the passes of an iteration.
 
-        `slowed_s` is then how much longer those with copies take than the median without, None where none are known.
+        `slowed_s` is then how much longer those with copies take than the median without, None until `_ENOUGH` warm
+        ones without are known. The first passes of a process build kernels and caches, and do not count.
 
         Args:
             passes_s: How long they took.
             copied: Whether a snapshot was copied meanwhile.
         """
         self._newest.append(passes_s)
+        self._cold = max(0, self._cold - 1)
         if not copied:
-            self._alone.append(passes_s)
+            if not self._cold:
+                self._alone.append(passes_s)
             return
-        self.slowed_s = passes_s - median(self._alone) if self._alone else None
+        self.slowed_s = passes_s - median(self._alone) if len(self._alone) >= _ENOUGH else None
