@@ -4,8 +4,12 @@ Our packages lie below `megatron.core`, which has one folder only: that of the M
 that is a source tree on PYTHONPATH, or belongs to an image on which a virtual environment was laid, ours are looked for
 there, in vain. The finder below is asked last, after Python has found nothing, and knows where they are.
 
-An installed wheel imports this module whenever Python starts (`moe_ckpt_finder.pth`), so it imports nothing that is not
-there already.
+`import moe_ckpt` and all our commands arrange it, and so does `import moe_ckpt.core`. For programs of others, which
+import our packages by their full names, an environment can arrange it whenever Python starts:
+
+    python -m moe_ckpt_finder enable     writes moe_ckpt_finder.pth beside this module; disable removes it
+
+So it imports nothing that is not there already.
 """
 
 import os
@@ -38,3 +42,22 @@ class HiddenPackages:
 
 if HiddenPackages not in sys.meta_path:
     sys.meta_path.append(HiddenPackages)
+
+
+def main(argv: "list[str]") -> int:
+    """Enable or disable the hook for all programs of this environment. Exit code: 0, or 2 for wrong usage."""
+    hook = os.path.join(ROOT, "moe_ckpt_finder.pth")
+    if argv == ["enable"]:
+        with open(hook, "w") as file:
+            file.write("import moe_ckpt_finder\n")
+    elif argv == ["disable"]:
+        if os.path.exists(hook):
+            os.remove(hook)
+    else:
+        sys.stderr.write("usage: python -m moe_ckpt_finder enable|disable\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

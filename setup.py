@@ -9,6 +9,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 OVERLAYS = ("megatron.core.dist_checkpointing.moe", "megatron.pretrain", "moe_ckpt")
 SHARED = ("scripts", "examples", "tools", "pretrain_gpt_moe.py")
+STAND_INS = ROOT / "scripts" / "slurm" / "stand_ins"  # links, by the names of commands
 SHARED_SUFFIXES = {".flags", ".md", ".py", ".sbatch", ".sh", ".txt", ".yaml", ".yml"}
 
 # `megatron` is a namespace package that the megatron-core wheel shares with us, so packages are found below our own
@@ -22,17 +23,16 @@ packages = [
 
 
 class BuildWithScripts(build_py):
-    """Adds what a clone has beside its packages, and the file by which Python runs `moe_ckpt_finder` when it starts."""
+    """Adds what a clone has beside its packages."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return  # its finder is set up by setuptools, and the scripts are in the clone
         built = Path(self.build_lib)
-        (built / "moe_ckpt_finder.pth").write_text("import moe_ckpt_finder\n")
         for name in SHARED:
             for file in [ROOT / name, *(ROOT / name).rglob("*")]:
-                if file.is_file() and file.suffix in SHARED_SUFFIXES:
+                if file.is_file() and (file.suffix in SHARED_SUFFIXES or file.parent == STAND_INS):
                     target = built / "moe_ckpt" / "share" / file.relative_to(ROOT)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(file, target)
@@ -42,6 +42,6 @@ setup(
     packages=packages,
     py_modules=["moe_ckpt_finder", "pretrain_gpt_moe"],
     include_package_data=False,
-    package_data={"": ["*.json", "*.csv", "presets/*.json"]},
+    package_data={"": ["*.json", "*.csv", "presets/*.json", "py.typed"]},
     cmdclass={"build_py": BuildWithScripts},
 )

@@ -9,9 +9,11 @@ paths. Links to folders and to sources, which a site does not show, become their
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,9 +105,34 @@ def lay_out(folder: Path) -> dict[str, Any]:
     return said
 
 
+VERSIONS = "versions.json"
+"""Which versions a folder of sites has, as the theme's menu of versions reads it (and `mike`, which publishes them)."""
+HERE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={0}/"><a href="{0}/">{0}</a>\n'
+
+
+def with_version(site: Path, version: str) -> Path:
+    """The folder of a version in a folder of sites, whose start leads to it; those of other versions stay.
+
+    Args:
+        site: The folder of sites.
+        version: Such as `0.1`.
+    """
+    site.mkdir(parents=True, exist_ok=True)
+    file = site / VERSIONS
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    others = [one for one in known if one["version"] != version]
+    entries = [{"version": version, "title": version, "aliases": ["latest"]}]
+    entries += [one | {"aliases": []} for one in others]
+    file.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+    (site / "index.html").write_text(HERE.format(version), encoding="utf-8")
+    return site / version
+
+
 def main() -> None:
     said = lay_out(ROOT / settings()["docs_dir"])
     build = ROOT / "build"
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    said["site_dir"] = with_version(ROOT / said["site_dir"], release.rpartition(".")[0])
     said |= {name: os.path.relpath(ROOT / said[name], build) for name in ("docs_dir", "site_dir")}
     (build / "mkdocs.yml").write_text(yaml.safe_dump(said, sort_keys=False, allow_unicode=True), encoding="utf-8")
 

@@ -41,7 +41,7 @@ free_port='import socket; s = socket.create_server(("", 0)); print(s.getsockname
 MOE_CKPT_RDZV_PORT=${MOE_CKPT_RDZV_PORT:-$("$MOE_CKPT_PYTHON" -c "$free_port")}
 export MOE_CKPT_NPROC=${MOE_CKPT_NPROC:-1} MOE_CKPT_PYTHON MOE_CKPT_TMPFS MOE_CKPT_RDZV_PORT
 export MOE_CKPT_RDZV_HOST=${MOE_CKPT_RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
-stand_ins=$root/tests/process/slurm_stand_ins
+stand_ins=$root/scripts/slurm/stand_ins
 export PATH=$stand_ins:$PATH
 cd "$root"
 "$@" --metrics-jsonl "$reports"

@@ -15,7 +15,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from environments import ROOT, Environment, built_wheel, empty, sources, with_torch
+from environments import ENGINE, ROOT, Environment, built_wheel, empty, sources, with_torch
 
 NGC = {
     "torch": "2.10.0a0+b4e4ee81d3.nv25.12",
@@ -63,7 +63,8 @@ def test_it_has_every_module_and_script_of_the_sources(wheel: Path) -> None:
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     modules = {name for name in tracked if name.startswith(("megatron/", "moe_ckpt/")) and name.endswith(".py")}
     shared = {name for name in tracked if name.startswith(("scripts/", "examples/")) and not name.endswith(".json")}
-    expected = modules | {f"moe_ckpt/share/{name}" for name in shared} | {"pretrain_gpt_moe.py", "moe_ckpt_finder.pth"}
+    expected = modules | {f"moe_ckpt/share/{name}" for name in shared} | {"pretrain_gpt_moe.py", "moe_ckpt_finder.py"}
+    expected |= {f"{package}/py.typed" for package in ("moe_ckpt", "megatron/pretrain", ENGINE.replace(".", "/"))}
     assert len(modules) > 200
     assert "scripts/train_cpu.sh" in shared
     assert sorted(expected - names_in(wheel)) == []
@@ -144,16 +145,47 @@ def test_its_scripts_work_where_they_are_copied_to(
     assert (copy / ".data" / "stdlib.idx").exists()
 
 
-def test_python_starts_with_nothing_more_than_the_finder(installed: Environment, tmp_path: Path) -> None:
-    bare = with_torch(tmp_path / "bare", core=False)
-    started = [
-        {
-            line.rpartition("|")[2].strip()
-            for line in made.run("python", "-X", "importtime", "-c", "").stderr.splitlines()
-        }
-        for made in (installed, bare)
-    ]
-    assert started[0] - started[1] == {"moe_ckpt_finder"}
+def imported_at_start(made: Environment) -> set[str]:
+    said = made.run("python", "-X", "importtime", "-c", "").stderr
+    return {line.rpartition("|")[2].strip() for line in said.splitlines()}
+
+
+def test_python_starts_with_nothing_of_ours_and_with_the_finder_where_that_is_asked_for(
+    installed: Environment, tmp_path: Path
+) -> None:
+    bare = imported_at_start(with_torch(tmp_path / "bare", core=False))
+    assert imported_at_start(installed) == bare
+    assert installed.run("python", "-m", "moe_ckpt_finder", "enable").returncode == 0
+    try:
+        assert imported_at_start(installed) - bare == {"moe_ckpt_finder"}
+    finally:
+        assert installed.run("python", "-m", "moe_ckpt_finder", "disable").returncode == 0
+    assert imported_at_start(installed) == bare
+    assert installed.run("python", "-m", "moe_ckpt_finder").returncode == 2
+
+
+def test_the_alias_is_found_behind_a_source_tree_without_a_hook(installed: Environment, megatron_tree: Path) -> None:
+    program = (
+        f"import sys, moe_ckpt.core.config, {ENGINE}.config; from moe_ckpt.core import MoECheckpointConfig, errors;"
+    )
+    program += f"assert sys.modules['moe_ckpt.core.config'] is sys.modules['{ENGINE}.config'];"
+    program += f"assert errors.__name__ == '{ENGINE}.errors' and errors.__spec__.name == '{ENGINE}.errors';"
+    program += f"print(sys.modules['{ENGINE}.config'].__spec__.name, MoECheckpointConfig.__module__)"
+    result = installed.run("python", "-c", program, path=(megatron_tree,))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [f"{ENGINE}.config", f"{ENGINE}.config"]
+
+
+@pytest.mark.ci
+def test_a_dry_run_for_slurm_works_from_the_wheel(installed: Environment, tmp_path: Path) -> None:
+    folder = Path(installed.run("python", "-m", "moe_ckpt.scripts").stdout.strip())
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "job.sbatch").write_text('#!/bin/bash\n#SBATCH --nodes=2\nsrun --nodes=2 bash -c "echo ran on $1"\n')
+    command = [copy / "scripts" / "slurm" / "dry_run.sh", "--folder", tmp_path / "run", "--", "sbatch"]
+    result = installed.run(*command, "--partition=h100", "job.sbatch", "flags")
+    assert result.returncode == 0, result.stderr
+    assert "not played: --partition=h100" in result.stderr
+    assert "job 1 has ended with exit code 0" in result.stdout + result.stderr
 
 
 @pytest.mark.ci

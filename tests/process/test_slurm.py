@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
 SLURM = ROOT / "scripts" / "slurm"
-STAND_INS = ROOT / "tests" / "process" / "slurm_stand_ins"
+STAND_INS = ROOT / "scripts" / "slurm" / "stand_ins"
 TRAIN = "scripts/slurm/train.sbatch"
 ITERATIONS = 45
 JOIN_S = 10
@@ -466,6 +466,18 @@ def test_the_stand_ins_refuse_options_that_they_do_not_play(tmp_path: Path) -> N
     )  # fmt: skip
     assert ended.returncode == 1
     assert "unrecognized option '--no-kil'" in ended.stderr
+
+
+def test_a_dry_run_says_which_options_it_leaves_out_and_refuses_nodes_that_are_not_there(tmp_path: Path) -> None:
+    job = tmp_path / "job.sbatch"
+    job.write_text("#!/bin/bash\necho ran\n")
+    command = [str(ROOT / "scripts/slurm/dry_run.sh"), "--folder", str(tmp_path / "run"), "--", "sbatch"]
+    ended = subprocess.run(
+        [*command, "--nodes=33", "--partition=h100", str(job)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    assert "sbatch: not played: --partition=h100" in ended.stderr
+    assert "job 1 asks for 33 nodes, and 32 are played" in ended.stdout
 
 
 def test_shell_scripts_have_no_findings_of_shellcheck() -> None:

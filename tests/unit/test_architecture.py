@@ -47,7 +47,7 @@ class Row:
 
 
 ROWS = {
-    # Imported whenever Python starts.
+    # Imported whenever Python starts, where that is asked for.
     "moe_ckpt_finder": Row(standard=frozenset({"importlib", "os", "sys"})),
     # The engine: what a training job can reach.
     f"{ENGINE}.errors": Row(standard=PURE | {"errno"}),
@@ -107,6 +107,7 @@ ROWS = {
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
     f"{TOOLS}.scripts": Row(),
+    f"{TOOLS}.core": Row(also="moe_ckpt_finder"),
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.

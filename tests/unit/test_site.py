@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +54,31 @@ def test_links_to_sources_become_names_and_those_to_nothing_stay_for_mkdocs_to_f
     text = "[a](code.py) [b](other.md#x) [c](gone.md) [d](https://d.d) [e](#e) ![f](f.png)"
     said = site.shown(page, text, {page, tmp_path / "other.md"})
     assert said == "a [b](other.md#x) [c](gone.md) [d](https://d.d) [e](#e) ![f](f.png)"
+
+
+def test_a_new_version_is_the_one_that_the_site_opens_with_and_old_ones_stay(site: ModuleType, tmp_path: Path) -> None:
+    for version in ("0.1", "0.2", "0.2"):
+        assert site.with_version(tmp_path, version) == tmp_path / version
+    known = json.loads((tmp_path / "versions.json").read_text())
+    assert [(one["version"], one["aliases"]) for one in known] == [("0.2", ["latest"]), ("0.1", [])]
+    assert 'url=0.2/"' in (tmp_path / "index.html").read_text()
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_workflows_run_targets_of_the_makefile_and_nothing_else() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    ran = set()
+    for file in WORKFLOWS:
+        for name, job in yaml.safe_load(file.read_text())["jobs"].items():
+            for step in job["steps"]:
+                assert ("run" in step) != ("uses" in step), name
+                made = step.get("run", "make check").replace("${{ matrix.target }}", " ").split()
+                assert made[0] == "make", step
+                ran |= set(made[1:]) | set(job.get("strategy", {}).get("matrix", {}).get("target", ()))
+    assert ran >= {"check", "test", "test-ci", "test-oldest", "test-full", "docs"}
+    assert ran <= targets
 
 
 def test_mkdocs_is_pinned_and_no_part_of_the_environment_of_tests() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ VALUED = {
 PLAIN = {"sbatch": {"exclusive", "requeue", "no-requeue", "no-kill"}, "srun": {"overlap", "no-kill"},
          "squeue": {"noheader"}}  # fmt: skip
 """Options that are played; all others are refused, so that a misspelt one does not pass."""
+OF_SITE = {"account", "comment", "constraint", "cpus-per-task", "error", "gres", "mail-type", "mail-user", "partition",
+           "qos", "reservation"}  # fmt: skip
+"""Options of sbatch that choose among what a site has; they are said to be ignored."""
 
 
 class SubmissionRefused(Exception):
@@ -82,6 +86,9 @@ def options(command: str, arguments: list[str]) -> tuple[dict[str, str], list[st
         if not argument.startswith("-"):
             return found, arguments[position:]
         name, equals, value = argument.removeprefix("--").partition("=")
+        if command == "sbatch" and equals and name in OF_SITE:
+            sys.stderr.write(f"{command}: not played: {argument}\n")
+            continue
         if name not in (VALUED if equals else PLAIN).get(command, set()):
             raise SubmissionRefused(f"unrecognized option '{argument}'")
         found[name] = value

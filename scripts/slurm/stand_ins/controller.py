@@ -26,7 +26,7 @@ from cluster import JOB, NODE
 
 POLL_S = 0.05
 KILL_WAIT_S = 30.0
-POOL = 8
+POOL = 32
 
 Event = tuple[str, int]
 
@@ -51,6 +51,10 @@ class Controller:
         record = job.read()
         healthy = [f"node-{n}" for n in range(POOL) if f"node-{n}" not in self._lost]
         nodes = healthy[: int(record["options"]["nodes"])]
+        if len(nodes) < int(record["options"]["nodes"]):
+            job.update(state="FAILED")
+            say(f"job {job.number} asks for {record['options']['nodes']} nodes, and {len(nodes)} are played")
+            return 1
         job.update(state="RUNNING", nodes=nodes)
         job.requeued.unlink(missing_ok=True)
         say(f"job {job.number} starts on {' '.join(nodes)}")
