@@ -104,9 +104,9 @@ def line(row: SizedJob) -> str:
 
 HEADING = """# Sizing
 
-What `full` takes with one replica on other nodes (`--moe-ckpt-strategy full --moe-ckpt-replicas 1`), bf16 training with
-fp32 masters and moments and the distributed optimizer. Made by `python tools/sizing.py` from what the planner says;
-the rates are those of the preset `{cluster}`: {source}.
+*Question: how much host memory does a node need?* With `--moe-ckpt-strategy full --moe-ckpt-replicas 1`, bf16 training
+with fp32 masters and moments, and the distributed optimizer. Made by `python tools/sizing.py` from what the planner
+says; the rates are those of the preset `{cluster}`: {source}.
 
 | model | nodes of 8 | layout | state, GB | owned by a rank, GB | memory of a node, GB | of 2 TB | copy, s | send, s |
 |---|---|---|---|---|---|---|---|---|
@@ -116,10 +116,9 @@ LEGEND = """
 - **Memory of a node**: what is reserved on the tmpfs when the job starts: three segments for each rank's own
   snapshots, two for each rank whose replicas it keeps. Give `/dev/shm` at least that; its
   usual size is half of the node's memory.
-- **Copy** and **send**: how long a snapshot takes on its way to host memory and to its peer at {share:.0%} of what the
-  links carry, beside training. An iteration that is longer than both can have a snapshot each time
-  (`--moe-ckpt-interval 1`); else choose the interval that covers them, or let `--moe-ckpt-interval-policy` do
-  so. Rates of the preset are data-sheet rates of one GPU; `--from` takes those of a job that ran.
+- **Copy** and **send**: time of a snapshot to host memory and to its peer at {share:.0%} of what the links carry, in
+  the background. Both have to fit into the interval; `--moe-ckpt-interval auto` measures this, and what copies cost
+  training. Rates are data-sheet rates of one GPU; `--from` takes those of a job.
 - With twice the nodes and the same layout a rank owns half, and a node needs half.
 
 A row, with what checkpoints add to an iteration and what a fault leads to; for other rates and strategies give

@@ -8,7 +8,7 @@
 #   DATA             prefix of the tokenized corpus (.bin/.idx)
 #   TOKENIZER        folder or name of the model's Hugging Face tokenizer
 #   SAVE             folder for checkpoints and snapshots that all nodes see
-#   MOE_CKPT_SCRIPT  entry script with the two lines of docs/stock_loop.md (default: pretrain_gpt_moe.py)
+#   MOE_CKPT_SCRIPT  entry script with the two lines of docs/megatron-lm.md (default: pretrain_gpt_moe.py)
 #   STANDBYS (1), MAX_RESTARTS (20), JOB, MOE_CKPT_PYTHON
 : "${NODES:?is needed: how many nodes}" "${HEAD:?is needed: the first node}" "${DATA:?is needed: a tokenized corpus}"
 : "${TOKENIZER:?is needed: the model\'s tokenizer}" "${SAVE:?is needed: a folder for checkpoints that all nodes see}"

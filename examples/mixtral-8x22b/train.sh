@@ -16,7 +16,7 @@ flags=(
     --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.008
     --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
     # The difference to the stock recipe.
-    --moe-ckpt-strategy full --moe-ckpt-interval 1 --moe-ckpt-replicas 1 --moe-ckpt-persist-interval 500
+    --moe-ckpt-strategy full --moe-ckpt-interval auto --moe-ckpt-replicas 1 --moe-ckpt-persist-interval 500
 )
 # shellcheck source=examples/common/train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common/train.sh"
