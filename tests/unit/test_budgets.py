@@ -161,6 +161,23 @@ def test_private_words_do_not_come_back() -> None:
     assert not over
 
 
+def prose() -> list[Path]:
+    """README and the pages of docs that are written by hand."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    return [page for page in pages if not re.search(r"^Made by `|\bMade by `python", page.read_text(), re.MULTILINE)]
+
+
+def test_pages_have_no_more_words_than_their_budget() -> None:
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in prose())
+    budget = BUDGETS["words"]["pages"]
+    assert budget * (1 - SLACK) <= words <= budget, f"{words} words"
+
+
+def test_each_page_says_first_which_question_it_answers() -> None:
+    heads = {page.name: page.read_text(encoding="utf-8").splitlines()[:4] for page in prose()}
+    assert [name for name, head in heads.items() if name != "README.md" and "*Question: " not in "\n".join(head)] == []
+
+
 SUBJECT = re.compile(r"[a-z0-9_/., -]+: [a-z0-9`'\"].*")
 SINCE = "7c7735f"
 """The newest commit from before this rule."""
