@@ -145,6 +145,15 @@ def test_a_vocabulary_that_is_padded_otherwise_is_told() -> None:
         plan_reads("output_layer.weight/master", Grid(1, 16), stored, ElementRange(0, 16))
 
 
+@pytest.mark.parametrize(("stored", "wanted"), [(1, 2), (2, 1), (2, 4)])
+def test_projections_that_are_joined_stay_as_they_are_cut(stored: int, wanted: int) -> None:
+    grid, draw = Grid(1, 16, fused=True), Random(0)
+    records = stored_as(grid, stored, 2, draw)
+    assert plan_reads("mixer.in_proj.weight/master", grid, records, ElementRange(0, 16 // stored, 0, stored))
+    with pytest.raises(UnreadableCheckpoint, match=f"tensor-parallel size of before, {stored}"):
+        plan_reads("mixer.in_proj.weight/master", grid, records, ElementRange(0, 16 // wanted, 0, wanted))
+
+
 def test_columns_that_cannot_be_shared_out_are_refused() -> None:
     stored = [StoredRange(0, 0, "a", ElementRange(0, 3, 0, 4), "a")]
     with pytest.raises(UnreadableCheckpoint, match="14 columns cannot be shared out evenly to 4"):

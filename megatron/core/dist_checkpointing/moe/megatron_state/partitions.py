@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from .megatron import names_of_parameters
 from .operators import GlobalName
 
 _GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
+# Of Mamba and gated delta-net: a rank has its part of queries or gates, then of keys, and so on, of unequal sizes.
+_FUSED = re.compile(r".*\.(?:in_proj|conv1d)[._](?:weight|bias)")
 _GATED_SHARED = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.bias")
 
 
@@ -72,6 +75,8 @@ def _grid(name: str, shape: tuple[int, ...], axis: int, ranks: int, is_gated: bo
     numel = ranks
     for size in shape:
         numel *= size
+    if _FUSED.fullmatch(name):
+        return Grid(1, numel, fused=True)
     if axis == 0:
         return Grid(2, numel // 2) if is_gated else Grid(1, numel)
     if axis == 1 and len(shape) == 2:

@@ -33,10 +33,14 @@ _PADDED = "the vocabulary is padded to another number (--make-vocab-size-divisib
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A tensor of the whole model as a matrix of which tensor ranks have equal shares of the columns, in elements."""
+    """A tensor of the whole model as a matrix of which tensor ranks have equal shares of the columns, in elements.
+
+    fused: whether it joins several matrices of different sizes, of each of which a rank has a share.
+    """
 
     rows: int
     width: int
+    fused: bool = False
 
     @property
     def numel(self) -> int:
@@ -144,8 +148,14 @@ def plan_reads(
         reader: The rank that reads it.
 
     Raises:
-        UnreadableCheckpoint: Elements are missing, there twice, or beyond the tensor; copies differ.
+        UnreadableCheckpoint: Elements are missing, there twice, or beyond the tensor; copies differ; the tensor cannot
+            be cut otherwise.
     """
+    if grid.fused and any(record.elements.parts != wanted.parts for record in stored):
+        raise UnreadableCheckpoint(
+            f"{tensor} joins several projections, each of which is cut by itself: start with the tensor-parallel size"
+            f" of before, {stored[0].elements.parts}, and load a checkpoint into another one"
+        )
     whole = _share(tensor, grid, wanted)
     if wanted.end > whole:
         raise UnreadableCheckpoint(f"{tensor}: elements up to {wanted.end} are wanted of a partition of {whole}")
