@@ -27,9 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from recipe_settings import JUDGED, VERSION, Recipe, recipes  # noqa: E402
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig  # noqa: E402
-from megatron.core.dist_checkpointing.moe.errors import UsageError  # noqa: E402
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import needs_fresh_process  # noqa: E402
-from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import refuse_stages  # noqa: E402
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_settings  # noqa: E402
 from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings  # noqa: E402
 from megatron.core.dist_checkpointing.moe.stock import flags  # noqa: E402
@@ -60,11 +58,6 @@ def refusals(recipe: Recipe, strategy: str) -> Iterator[str]:
     settings = JUDGED | recipe.settings
     model, wrapping = SimpleNamespace(**settings, num_moe_experts=8), SimpleNamespace(**settings)
     yield from flags.refusals(MoECheckpointConfig(strategy=strategy), argparse.Namespace(**settings))
-    if recipe.tree:
-        try:
-            refuse_stages(recipe.tree, settings["pipeline_model_parallel_size"])
-        except UsageError as error:
-            yield str(error)
     yield from unsupported_settings(model, wrapping)
     if strategy == "sparse":
         yield from unfreezable_settings(model)
@@ -119,8 +112,6 @@ def reasons() -> Iterator[str]:
 
 def short(reason: str) -> str:
     """Without what differs from recipe to recipe, and without what to use instead."""
-    if reason.startswith("a ") and "pipeline stages cannot be protected" in reason:
-        return f"{reason.split(' on ')[0]} on several pipeline stages"
     named = re.sub(r" does not go with --moe-ckpt-strategy \w+", "", reason).partition(": ")[0]
     return re.sub(r"^(--\S+) [\d.]+$", r"\1", named)
 

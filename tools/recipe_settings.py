@@ -42,15 +42,6 @@ EXPERTS = re.compile(
 # What configurations on the hub say and recipes do not repeat: layers that predict further tokens.
 HUB = {"DeepSeek-V4": 1, "K-EXAONE": 1, "Qwen3.5": 1, "Step-3.5": 3}
 
-# What a module tree is: without an entry a GPT.
-TREES = {
-    "Nemotron": "HybridModel",
-    "HybridModelProvider": "HybridModel",
-    "Qwen3-VL": "Qwen3VLModel",
-    "Qwen3.5": "Qwen3VLModel",
-    "text Qwen3.5": "",
-}
-
 JUDGED: dict[str, Any] = {
     # Of the model, by the names of TransformerConfig and of Megatron-LM's flags.
     **{field.name: field.default for field in dataclasses.fields(MLATransformerConfig) if field.name in {
@@ -79,13 +70,12 @@ JUDGED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe. kind: of `KINDS`. model: on the hub, or the class of its provider. tree: its class where it is no GPT.
-    settings: of `JUDGED`, those that differ from the default."""
+    """A recipe. kind: of `KINDS`. model: on the hub, or the class of its provider. settings: of
+    `JUDGED`, those that differ from the default."""
 
     name: str
     kind: str
     model: str
-    tree: str
     settings: dict[str, Any]
 
 
@@ -147,9 +137,7 @@ def _read(name: str, kind: str, make: Any) -> Recipe | None:
         for name, value in sorted(settings.items())
         if value != JUDGED[name] and not (value in (None, [], 0) and JUDGED[name] in (None, [], 0, False))
     }
-    is_text = model.hub and "text" in name
-    tree = next((tree for part, tree in reversed(TREES.items()) if part in (f"text {known}" if is_text else known)), "")
-    return Recipe(name, kind, known.rpartition("/")[2], tree, kept)
+    return Recipe(name, kind, known.rpartition("/")[2], kept)
 
 
 _DEFAULTS = {

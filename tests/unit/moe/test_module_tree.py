@@ -7,9 +7,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import ModuleTree, tree_of
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, expert
+from megatron.core.dist_checkpointing.moe.megatron_state import partitions
+from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import (
+    ModuleTree,
+    chunk_parts,
+    model_operators,
+    number_layers,
+    trees_of,
+)
+from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName
+from megatron.core.dist_checkpointing.moe.megatron_state.stage_layers import StageLayers
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -77,14 +90,167 @@ def test_routers_are_told_apart_by_the_tree() -> None:
     assert ModuleTree(model).layer_of(model.two[0].mlp.router) == 2
 
 
-def test_what_has_no_layers_of_one_kind_or_several_stages_is_refused_with_the_way_out() -> None:
+def test_what_has_no_layers_or_experts_of_several_kinds_is_refused_with_the_way_out() -> None:
     with pytest.raises(UsageError, match="different numbers of experts"):
-        tree_of([staged(4, 8)])
+        trees_of([staged(4, 8)])
     with pytest.raises(UsageError, match="no transformer layer"):
-        tree_of([made(torch.nn.Module, stem=Linear(2, 2))])
-    model = staged()
-    model.config.pipeline_model_parallel_size = 2
-    with pytest.raises(UsageError, match="--pipeline-model-parallel-size 1"):
-        tree_of([model])
+        trees_of([made(torch.nn.Module, stem=Linear(2, 2))])
     with pytest.raises(UsageError, match="all experts in one tensor"):
         ModuleTree(staged()).locate("one.1.mlp.experts.weight1", 0)
+
+
+# Over pipeline stages.
+
+LAYERS = {
+    "M": lambda: made(MambaLayer, mixer=Linear(2, 2)),
+    "*": lambda: made(TransformerLayer, self_attention=Linear(2, 2)),
+    "E": lambda: made(TransformerLayer, pre_mlp_layernorm=Linear(2, 2), mlp=moe(4)),
+}
+
+
+def hybrid(pattern: str, *, first: bool = False, last: bool = False, kind: type = HybridModel) -> torch.nn.Module:
+    """A chunk of a hybrid model, on one of two stages."""
+    decoder = made(torch.nn.Module, layers=torch.nn.ModuleList(LAYERS[each]() for each in pattern))
+    parts: dict[str, torch.nn.Module] = {"decoder": decoder}
+    if first:
+        words = made(torch.nn.Module, word_embeddings=torch.nn.Embedding(4, 2))
+        parts = {"embedding": words, **parts}
+    if last:
+        decoder.final_norm = Linear(2, 2)
+        parts["output_layer"] = Linear(2, 4, bias=False)
+    model = made(kind, **parts)
+    model.config.pipeline_model_parallel_size = 2
+    return model
+
+
+def over_stages(monkeypatch: pytest.MonkeyPatch, *stages: list[torch.nn.Module]) -> None:
+    """Number the layers of all stages, each of which has its chunks."""
+    for rank, chunks in enumerate(stages):
+        group = SimpleNamespace(size=lambda: len(stages), rank=lambda rank=rank: rank)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_group", lambda group=group: group)
+
+        def gather(into: list[object], own: object, group: object, rank: int = rank) -> None:
+            into[:] = [[chunk_parts(chunk) for chunk in chunks] for chunks in stages]
+            assert into[rank] == own
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        number_layers(chunks)
+
+
+def names(trees: list[ModuleTree], chunks: list[torch.nn.Module]) -> dict[str, OperatorId]:
+    """Of all parameters of these chunks, by their names in the whole model."""
+    found = [
+        tree.locate(name, 0) for tree, chunk in zip(trees, chunks, strict=True) for name, _ in chunk.named_parameters()
+    ]
+    assert len({of.name for of in found}) == len(found)
+    return {of.name: of.operator for of in found}
+
+
+@pytest.mark.parametrize("cut", [("ME*M", "E"), ("M", "E*ME"), ("ME*ME", ""), ("", "ME*ME"), ("ME", "*", "M", "E")])
+def test_a_model_has_the_names_and_operators_of_one_stage_wherever_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch, cut: tuple[str, ...]
+) -> None:
+    whole = hybrid("ME*ME", first=True, last=True)
+    chunks = [hybrid(pattern, first=number == 0, last=number == len(cut) - 1) for number, pattern in enumerate(cut)]
+    over_stages(monkeypatch, chunks[::2], chunks[1::2])
+    trees = [tree for stage in (chunks[::2], chunks[1::2]) for tree in trees_of(stage)]
+    assert names(trees, [*chunks[::2], *chunks[1::2]]) == names([ModuleTree(whole)], [whole])
+    assert model_operators(chunks[::2]) == model_operators(chunks[1::2]) == ModuleTree(whole).operators
+    kinds = [operator.kind for operator in ModuleTree(whole).operators if operator.layer == 0]
+    assert kinds == [OperatorKind.NON_EXPERT], "a Mamba layer is an operator"
+    of_trees = zip(trees, [*chunks[::2], *chunks[1::2]], strict=True)
+    modules = ((tree, module) for tree, chunk in of_trees for module in chunk.modules())
+    assert sorted(tree.layer_of(module) for tree, module in modules if isinstance(module, MoELayer)) == [1, 4]
+
+
+def test_a_vision_tower_comes_before_the_language_model_wherever_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tower() -> torch.nn.Module:
+        blocks = torch.nn.ModuleList([LAYERS["*"](), LAYERS["*"]()])
+        return made(torch.nn.Module, patch_embed=Linear(2, 2), blocks=blocks, merger=Linear(2, 2))
+
+    def seeing(language: torch.nn.Module, **parts: torch.nn.Module) -> torch.nn.Module:
+        model = made(torch.nn.Module, **parts, language_model=language)
+        model.config.pipeline_model_parallel_size = 2
+        return model
+
+    stages = [
+        [seeing(hybrid("E", first=True, kind=LanguageModule), vision_model=tower())],
+        [seeing(hybrid("*E", last=True, kind=LanguageModule))],
+    ]
+    whole = seeing(hybrid("E*E", first=True, last=True, kind=LanguageModule), vision_model=tower())
+    over_stages(monkeypatch, *stages)
+    found = names([*trees_of(stages[0]), *trees_of(stages[1])], [*stages[0], *stages[1]])
+    assert found == names([ModuleTree(whole)], [whole])
+    assert found["vision_model.patch_embed.weight"] == OperatorId(-1, OperatorKind.EMBEDDING)
+    assert found["vision_model.merger.weight"] == OperatorId(1, OperatorKind.NON_EXPERT)
+    assert found["language_model.embedding.word_embeddings.weight"] == OperatorId(-1, OperatorKind.EMBEDDING)
+    assert found["language_model.decoder.layers.2.mlp.router.weight"] == OperatorId(4, OperatorKind.ROUTER)
+
+
+@pytest.mark.parametrize("copy", ["tied output", "layers that predict further tokens"])
+def test_a_copy_of_the_embedding_is_the_embedding(monkeypatch: pytest.MonkeyPatch, copy: str) -> None:
+    first, last = hybrid("M", first=True), hybrid("E", last=True, first=copy != "tied output")
+    first.share_embeddings_and_output_weights = last.share_embeddings_and_output_weights = True
+    over_stages(monkeypatch, [first], [last])
+    name = "output_layer.weight" if copy == "tied output" else "embedding.word_embeddings.weight"
+    (there,), (here,) = trees_of([first]), trees_of([last])
+    assert here.locate(name, 0) == there.locate("embedding.word_embeddings.weight", 0)
+    # Under tied weights core leaves the output's own beside such a copy.
+    head = OperatorId(2, OperatorKind.HEAD)
+    assert (here.locate("output_layer.weight", 0).operator == head) == (copy != "tied output")
+
+
+def test_what_several_stages_have_under_one_name_is_refused() -> None:
+    one, other = hybrid("M", first=True), hybrid("M", last=True)
+    for model in (one, other):
+        model.scale = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(UsageError, match="scale is on several pipeline stages"):
+        StageLayers([chunk_parts(one), chunk_parts(other)])
+    blocks = [chunk_parts(made(torch.nn.Module, block=LAYERS["*"]())) for _ in range(2)]
+    with pytest.raises(UsageError, match="layer block is on several pipeline stages"):
+        StageLayers(blocks)
+
+
+def test_all_stages_refuse_what_one_of_them_cannot_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = made(torch.nn.Module, layer=made(TransformerLayer, one=moe(2), other=moe(2)))
+    twice.config.pipeline_model_parallel_size = 2
+    told = list[object]()
+
+    def gather(into: list[object], own: object, **_: object) -> None:
+        told.append(own)
+        into[0] = told[0]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(
+        parallel_state, "get_pipeline_model_parallel_group", lambda: SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    )
+    for model in (twice, hybrid("M")):
+        with pytest.raises(UsageError, match="layer has 2 MoE layers"):
+            number_layers([model])
+
+
+def test_a_model_on_several_stages_is_refused_before_its_layers_have_numbers() -> None:
+    with pytest.raises(UsageError, match="HybridModel on several pipeline stages have no numbers"):
+        trees_of([hybrid("M", first=True)])
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("mixer.in_proj.weight", True),
+        ("mixer.conv1d.bias", True),
+        ("mixer.conv1d_weight", True),
+        ("mixer.A_log", False),
+        ("linear_qkv.weight", False),
+    ],
+)
+def test_what_joins_projections_of_different_sizes_is_known(
+    monkeypatch: pytest.MonkeyPatch, name: str, fused: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 2))
+    vars(parameter).update(tensor_model_parallel=True, partition_dim=0)
+    of = GlobalName(OperatorId(0, OperatorKind.NON_EXPERT), f"decoder.layers.0.{name}")
+    monkeypatch.setattr(partitions, "names_of_parameters", lambda *_: {parameter: of})
+    model = hybrid("M", first=True)
+    model.config.gated_linear_unit = True
+    assert partitions.tensor_grids([model], Topology(2, tp=2))[of.name].fused == fused

@@ -296,6 +296,12 @@ FEATURES: tuple[Feature, ...] = (
         _LEFT_TO_IT,
     ),
     Feature(
+        "hybrids with Mamba layers, and vision towers, over pipeline stages",
+        Works(f"{_STOCK}hybrid.py::test_a_killed_job_of_a_hybrid_over_stages_ends_as_the_undisturbed_one"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
         "multi-token prediction",
         Works(f"{_STOCK}mtp.py::test_a_killed_job_that_predicts_further_tokens_ends_as_the_undisturbed_one"),
         _UNTESTED,

@@ -25,7 +25,7 @@ from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
 from ..types import Coordinates, OperatorId, Part, Topology
-from .module_tree import is_plain_gpt, layers_ahead, tree_of
+from .module_tree import ModuleTree, layers_ahead, ties_embeddings, trees_of
 from .operators import (
     WORD_EMBEDDINGS,
     ChunkPlace,
@@ -231,7 +231,7 @@ class _Model:
         self.wrapped, self.chunks = list(chunks), unwrap_model(list(chunks))
         self.topology, self.rank = topology, torch.distributed.get_rank()
         self._here = topology.coordinates(self.rank)
-        self._tree = tree_of(chunks)
+        self._trees: dict[Any, ModuleTree] = dict(zip(self.chunks, trees_of(chunks), strict=False))  # none for a GPT
         self.names: dict[torch.nn.Parameter, GlobalName] = {
             parameter: self.locate(name, chunk) for chunk in self.chunks for name, parameter in chunk.named_parameters()
         }
@@ -244,9 +244,8 @@ class _Model:
 
     def locate(self, name: str, chunk: Any) -> GlobalName:
         """What a chunk's parameter or buffer of this name is in the whole model. Raises UsageError."""
-        if self._tree is not None:
-            experts = max((layer.experts for layer in self._tree.layers), default=0)
-            return self._tree.locate(name, self._here.ep * (experts // self.topology.ep))
+        if (tree := self._trees.get(chunk)) is not None:
+            return tree.locate(name, self._here.ep * (tree.stages.experts // self.topology.ep))
         return locate(name, self._place(chunk))
 
     def _place(self, chunk: Any) -> ChunkPlace:
@@ -275,21 +274,16 @@ class _Model:
 
     def holders(self, shard: Shard, *, sharded: bool) -> tuple[int, ...]:
         """Ranks with the same values as this one."""
-        tied = copies_embeddings(self.chunks[0]) and shard.of.name == WORD_EMBEDDINGS
+        tied = copies_embeddings(self.chunks[0]) and shard.of.name.endswith(WORD_EMBEDDINGS)
         return holders(
             self.topology, self.rank, ShardSpread(shard.of.operator.is_expert, shard.tp_size > 1, sharded, tied)
         )
 
 
-def ties_embeddings(model: Any) -> bool:
-    """Whether the output layer uses the weights of the word embeddings."""
-    return bool(getattr(model, "share_embeddings_and_output_weights", False))
-
-
 def copies_embeddings(model: Any) -> bool:
     """Whether the last of several pipeline stages has a copy of the word embeddings, for its output or for layers that
     predict further tokens."""
-    return ties_embeddings(model) or (is_plain_gpt(model) and bool(layers_ahead(model.config)))
+    return ties_embeddings(model) or bool(layers_ahead(model.config))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """The operators of any tree of Megatron's modules: its layers, what MoE layers they hold, and what is around them.
 
 A GPT goes by the names of its parameters (`operators.locate`), also over pipeline stages. What is said here is for the
-rest, on one pipeline stage: vision encoders, several blocks one after the other with something between them. Checked:
-core 0.17.1, 0.19.2.
+rest: vision encoders, Mamba layers, several blocks one after the other with something between them. Checked: core
+0.17.1, 0.19.2.
 
-    layers       the outermost modules that are layers, numbered in the order in which they were registered
+    layers       the outermost modules that are layers, numbered over all stages (`stage_layers`)
     in a layer   what an MoE layer calls `router` and `experts`; all else is the layer's non-expert operator
-    around       by a table of known names, else: what comes before the first layer is the embedding, what comes after
-                 the last one is the head, and what is between belongs to the layer before it
 
 Where a tree is not registered in the order of its forward pass, an operator may be called by the name of another place;
 nothing depends on it but what people read, for a replay of such a tree lets gradients flow through all of it.
@@ -16,15 +14,16 @@ nothing depends on it but what people read, for a replay of such a tree lets gra
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -33,42 +32,34 @@ from megatron.core.utils import unwrap_model
 
 from ..errors import UsageError
 from ..types import ModelShape, OperatorId, OperatorKind, expert, iterate_operators, moe_layers_of
-from .operators import GlobalName
+from .operators import GlobalName, is_constant
+from .stage_layers import ChunkLayer, ChunkParts, StageLayers, TreeLayer
 
-_LAYERS = (MultiTokenPredictionLayer, TransformerLayer, MoELayer)
-_KNOWN = {
-    "embedding.": OperatorKind.EMBEDDING,
-    "decoder.final_layernorm.": OperatorKind.HEAD,
-    "output_layer.": OperatorKind.HEAD,
-}
+_LAYERS = (MultiTokenPredictionLayer, TransformerLayer, MambaLayer, MoELayer)
 _EXPERT = re.compile(r"local_experts\.(?P<sequential>\d+)\.(?P<of_module>.+)|(?P<of_group>.+?\D)(?P<grouped>\d+)")
 
 
-@dataclass(frozen=True)
-class TreeLayer:
-    """A layer of the tree: the path of its module, and that of the MoE layer in it; `experts` is 0 without one."""
-
-    path: str
-    number: int
-    moe: str = ""
-    experts: int = 0
-
-
 class ModuleTree:
-    """The layers of an unwrapped model chunk, and the operators of its parameters and buffers."""
+    """The operators of the parameters and buffers of an unwrapped model chunk.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self.layers = tuple(_layers(model))
+    Args:
+        model: The chunk.
+        stages: The layers of all chunks; None: there are no others.
+        chunk: Its number among them.
 
-    @cached_property
+    Raises:
+        UsageError: Its experts cannot be told apart.
+    """
+
+    def __init__(self, model: torch.nn.Module, stages: StageLayers | None = None, chunk: int = 0) -> None:
+        self._model, self._chunk = model, chunk
+        self.stages = stages or StageLayers([chunk_parts(model)])
+        self.layers = self.stages.layers[chunk]
+
+    @property
     def operators(self) -> tuple[OperatorId, ...]:
-        """All of them, ascending."""
-        found = {self.locate(name, 0).operator for name, _ in self._model.named_parameters()}
-        for layer in self.layers:
-            # Experts that other ranks have are in the tree of none of this rank's.
-            found.update(expert(layer.number, index) for index in range(layer.experts))
-        return tuple(sorted(found))
+        """Those of the whole model, ascending."""
+        return self.stages.operators
 
     def locate(self, name: str, first_expert: int) -> GlobalName:
         """The operator and the global name of the parameter or buffer that the model calls `name`.
@@ -81,42 +72,48 @@ class ModuleTree:
             UsageError: It holds several experts at once.
         """
         for layer in self.layers:
-            if name.startswith(f"{layer.path}."):
+            if name.startswith(f"{layer.of.path}."):
                 return _in_layer(name, layer, first_expert)
-        return GlobalName(self._around(name), name)
+        return self.stages.around(name, self._chunk)
 
     def layer_of(self, module: torch.nn.Module) -> int:
         """The number of the layer that a module of the model is in. Raises KeyError for one that is in none."""
-        path = next(path for path, found in self._model.named_modules() if found is module)
-        return next(layer.number for layer in self.layers if f"{path}.".startswith(f"{layer.path}."))
+        path = next((path for path, found in self._model.named_modules() if found is module), "")
+        for layer in self.layers:
+            if f"{path}.".startswith(f"{layer.of.path}."):
+                return layer.number
+        raise KeyError(path)
 
-    def _around(self, name: str) -> OperatorId:
-        last = len(self.layers)
-        known = next((kind for prefix, kind in _KNOWN.items() if name.startswith(prefix)), None)
-        before = bisect_right(self._positions, self._order.get(name, last))
-        if known is OperatorKind.EMBEDDING or (known is None and before == 0):
-            return OperatorId(-1, OperatorKind.EMBEDDING)
-        if known is OperatorKind.HEAD or before == last:
-            return OperatorId(last, OperatorKind.HEAD)
-        return OperatorId(before - 1, OperatorKind.NON_EXPERT)
 
-    @cached_property
-    def _order(self) -> dict[str, int]:
-        names = [name for name, _ in self._model.named_parameters()]
-        # Buffers stand beside the parameters of their module, or before all where that has none.
-        for name, _ in self._model.named_buffers():
+def chunk_parts(model: torch.nn.Module) -> ChunkParts:
+    """The layers of an unwrapped model chunk, and what is around them.
+
+    Raises:
+        UsageError: A layer has several MoE layers.
+    """
+    modules = dict(model.named_modules())
+    layers = tuple(_layers(modules))
+    names = [name for name, _ in model.named_parameters()]
+    # Buffers stand beside the parameters of their module, or before all where that has none.
+    for name, _ in model.named_buffers():
+        if not is_constant(name):
             module = name.rpartition(".")[0]
             at = next((index for index, other in enumerate(names) if other.startswith(f"{module}.")), 0)
             names.insert(at, name)
-        return {name: index for index, name in enumerate(names)}
+    around, passed = dict[str, int](), set[str]()
+    for name in names:
+        inside = next((layer.path for layer in layers if name.startswith(f"{layer.path}.")), None)
+        if inside is None:
+            around[name] = len(passed)
+        else:
+            passed.add(inside)
+    language = next((path for path, module in modules.items() if isinstance(module, LanguageModule)), "")
+    return ChunkParts(layers, around, f"{language}." if language else "", ties_embeddings(model))
 
-    @cached_property
-    def _positions(self) -> list[int]:
-        """Where in that order each layer begins."""
-        return [
-            min(index for name, index in self._order.items() if name.startswith(f"{layer.path}."))
-            for layer in self.layers
-        ]
+
+def ties_embeddings(model: Any) -> bool:
+    """Whether the output layer uses the weights of the word embeddings."""
+    return bool(getattr(model, "share_embeddings_and_output_weights", False))
 
 
 def is_plain_gpt(model: Any) -> bool:
@@ -139,52 +136,69 @@ def gpt_operators(config: Any) -> tuple[OperatorId, ...]:
     return tuple(iterate_operators(layers + ahead, config.num_moe_experts or 0, pattern))
 
 
-def refuse_stages(model: str, stages: int, chunks: int = 1) -> None:
-    """Refuse a model that is no plain GPT where it is cut: its layers are numbered on one stage only.
-
-    Args:
-        model: Its kind.
-        stages: Of the pipeline.
-        chunks: Of a stage.
-
-    Raises:
-        UsageError: It is cut.
-    """
-    if stages > 1 or chunks > 1:
-        raise UsageError(
-            f"a {model} on {stages} pipeline stages cannot be protected: layers are numbered over"
-            " stages in a GPT only; use --pipeline-model-parallel-size 1"
-        )
+# By the first chunk of a rank: the layers of all chunks, and which of them are this rank's.
+_NUMBERED: WeakKeyDictionary[torch.nn.Module, tuple[StageLayers, tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def tree_of(chunks: Sequence[torch.nn.Module]) -> ModuleTree | None:
-    """The tree of a model that is no plain GPT; None for one that is.
+def number_layers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Number the layers of a model that is no plain GPT over the stages of the pipeline.
+
+    A collective of the ranks of these stages. They all have to call it whenever one of them has a new model.
 
     Raises:
-        UsageError: It is cut into several chunks or stages, of which each knows its own layers only.
+        UsageError: On all of them: the layers or experts of the model cannot be told apart.
     """
     models = unwrap_model(list(chunks))
     if is_plain_gpt(models[0]):
-        return None
-    refuse_stages(type(models[0]).__name__, models[0].config.pipeline_model_parallel_size, len(models))
-    tree = ModuleTree(models[0])
-    if len({layer.experts for layer in tree.layers if layer.moe}) > 1:
-        counts = ", ".join(f"{layer.path} {layer.experts}" for layer in tree.layers if layer.moe)
-        raise UsageError(f"MoE layers have different numbers of experts ({counts}): give all of them as many")
-    if not tree.layers:
-        raise UsageError(
-            f"a {type(models[0]).__name__} has no transformer layer: there is nothing to snapshot by layer"
-        )
-    return tree
+        return
+    own: list[ChunkParts] | str
+    try:
+        own = [chunk_parts(model) for model in models]
+    except UsageError as error:
+        own = str(error)  # the other stages wait for an answer, and end with it
+    stages, stage = [own], 0
+    if models[0].config.pipeline_model_parallel_size > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages, stage = [own] * group.size(), group.rank()
+        torch.distributed.all_gather_object(stages, own, group=group)
+    if refused := next((answer for answer in stages if isinstance(answer, str)), None):
+        raise UsageError(refused)
+    # A microbatch passes the first chunk of each stage before the second of any.
+    in_order = [parts for chunk in zip(*stages, strict=True) for parts in chunk]
+    numbers = tuple(range(stage, len(in_order), len(stages)))
+    _NUMBERED[models[0]] = StageLayers(in_order), numbers
+
+
+def trees_of(chunks: Sequence[torch.nn.Module]) -> tuple[ModuleTree, ...]:
+    """The trees of the chunks of a model that is no plain GPT; none for one that is.
+
+    Raises:
+        UsageError: It has no layers, or is cut over stages and `number_layers` was not called.
+    """
+    models = unwrap_model(list(chunks))
+    if is_plain_gpt(models[0]):
+        return ()
+    kind = type(models[0]).__name__
+    if models[0] in _NUMBERED:
+        stages, numbers = _NUMBERED[models[0]]
+        trees = tuple(ModuleTree(model, stages, number) for model, number in zip(models, numbers, strict=True))
+    elif models[0].config.pipeline_model_parallel_size > 1 or len(models) > 1:
+        raise UsageError(f"the layers of a {kind} on several pipeline stages have no numbers: call number_layers first")
+    else:
+        trees = (ModuleTree(models[0]),)
+    if not any(trees[0].stages.layers):
+        raise UsageError(f"a {kind} has no transformer layer: there is nothing to snapshot by layer")
+    return trees
 
 
 def layers_of_routers(chunks: Sequence[torch.nn.Module]) -> dict[TopKRouter, int]:
     """The layer of the whole model that each router of this rank is in, counted from 0."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     # Routers that stand alone know their own numbers, as those of a GPT do.
-    tree = tree_of(chunks) if any(isinstance(module, _LAYERS) for module in modules) else None
-    routers = (module for module in modules if isinstance(module, TopKRouter))
-    return {router: _layer_of_gpt(router) if tree is None else tree.layer_of(router) for router in routers}
+    if trees := trees_of(chunks) if any(isinstance(module, _LAYERS) for module in modules) else ():
+        of_chunks = zip(trees, chunks, strict=True)
+        return {router: tree.layer_of(router) for tree, chunk in of_chunks for router in routers_of([chunk])}
+    return {router: _layer_of_gpt(router) for router in modules if isinstance(router, TopKRouter)}
 
 
 def _layer_of_gpt(router: TopKRouter) -> int:
@@ -192,34 +206,39 @@ def _layer_of_gpt(router: TopKRouter) -> int:
     return int(router.layer_number) - 1 + (router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0)
 
 
-def _layers(model: torch.nn.Module) -> Iterator[TreeLayer]:
-    paths: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, _LAYERS) and not any(path.startswith(f"{outer}.") for outer in paths):
-            paths.append(path)
+def _layers(modules: dict[str, torch.nn.Module]) -> Iterator[ChunkLayer]:
+    outer = ""
+    for path, module in modules.items():
+        if isinstance(module, _LAYERS) and not (outer and path.startswith(f"{outer}.")):
+            outer = path
             inside = [(name, each) for name, each in module.named_modules() if isinstance(each, MoELayer)]
             if len(inside) > 1:
                 raise UsageError(f"{path} has {len(inside)} MoE layers, but experts are told apart by layer: one each")
-            for name, moe in inside:
-                yield TreeLayer(path, len(paths) - 1, f"{path}.{name}" if name else path, moe.config.num_moe_experts)
+            names = [f"{path}.{name}" for name, _ in module.named_parameters()]
             if not inside:
-                yield TreeLayer(path, len(paths) - 1)
+                yield ChunkLayer(path)
+            for name, moe in inside:
+                at = f"{path}.{name}" if name else path
+                more = any(not one.startswith((f"{at}.router.", f"{at}.experts.")) for one in names)
+                yield ChunkLayer(path, at, moe.config.num_moe_experts, more)
 
 
 def _in_layer(name: str, layer: TreeLayer, first_expert: int) -> GlobalName:
-    if layer.moe and name.startswith(f"{layer.moe}.router."):
-        return GlobalName(OperatorId(layer.number, OperatorKind.ROUTER), name)
-    routed = f"{layer.moe}.experts."
-    if not layer.moe or not name.startswith(routed):
-        return GlobalName(OperatorId(layer.number, OperatorKind.NON_EXPERT), name)
+    own, whole = layer.of.path, layer.path
+    moe = layer.of.moe
+    if moe and name.startswith(f"{moe}.router."):
+        return GlobalName(OperatorId(layer.number, OperatorKind.ROUTER), whole + name.removeprefix(own))
+    routed = f"{moe}.experts."
+    if not moe or not name.startswith(routed):
+        return GlobalName(OperatorId(layer.number, OperatorKind.NON_EXPERT), whole + name.removeprefix(own))
     found = _EXPERT.fullmatch(name.removeprefix(routed))
     # `weight1` of core's GroupedMLP holds all experts; of the group of Transformer Engine each has its own, by number.
     if found is None or "." not in name.removeprefix(routed):
         raise UsageError(
             f"parameter {name!r} holds all experts in one tensor: use sequential experts, or Transformer Engine"
         )
-    index = first_expert + int(found["sequential"] or found["grouped"])
-    return GlobalName(expert(layer.number, index), f"{routed}{index}.{found['of_module'] or found['of_group']}")
+    index, of_all = first_expert + int(found["sequential"] or found["grouped"]), whole + routed.removeprefix(own)
+    return GlobalName(expert(layer.number, index), f"{of_all}{index}.{found['of_module'] or found['of_group']}")
 
 
 def routers_of(chunks: Sequence[torch.nn.Module]) -> list[TopKRouter]:
@@ -240,8 +259,8 @@ def drops_tokens(chunks: Sequence[torch.nn.Module]) -> bool:
 
 def model_operators(chunks: Sequence[torch.nn.Module]) -> tuple[OperatorId, ...]:
     """The operators of the whole model that these chunks are a part of, ascending; the same on all ranks."""
-    tree = tree_of(chunks)
-    return gpt_operators(unwrap_model(list(chunks))[0].config) if tree is None else tree.operators
+    trees = trees_of(chunks)
+    return trees[0].operators if trees else gpt_operators(unwrap_model(list(chunks))[0].config)
 
 
 def model_shape(chunks: Sequence[torch.nn.Module]) -> ModelShape:

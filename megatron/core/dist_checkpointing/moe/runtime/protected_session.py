@@ -27,7 +27,7 @@ from ..config import MoECheckpointConfig
 from ..errors import format_error
 from ..extensions import Additions, Extension, asked_for, wait_for_agent
 from ..local_recovery.survivor import Survivor
-from ..megatron_state.module_tree import drops_tokens, model_operators
+from ..megatron_state.module_tree import drops_tokens, model_operators, number_layers
 from ..megatron_state.popularity import TokenCounter
 from ..policy.lineage import attempt_name, continued, number_of
 from ..policy.parking import Cause
@@ -131,6 +131,7 @@ class ProtectedSession(Session):
         self._together(lambda: take_over_renamed(config, place, nodes))
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         self.topology = self._together(lambda: placed_topology(self.control, place))
+        self._together(lambda: number_layers(self.training.chunks))
         share = next((one.share for one in self._extensions if one.share is not None), None)
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
         self.state = self._together(lambda: LiveState(self.training, self.topology, self._rank, share))

@@ -1,0 +1,82 @@
+"""Hybrids of Mamba, attention and MoE layers over pipeline stages, also behind a vision tower, killed and brought
+back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+from hybrid_model import hybrid_shape, seeing
+from recipes import changed
+from stock_jobs import Shape
+
+KILLED = -signal.SIGKILL
+FULL = ("--moe-ckpt-strategy", "full")
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+UNEVEN = hybrid_shape("ME*M|E")
+CHUNKS = hybrid_shape("M|E*|ME|M*E", more=("--global-batch-size", "4"))
+AHEAD = hybrid_shape("M*E|ME/*E")
+"""The last stage predicts a further token, with a copy of the embedding."""
+SEEING = hybrid_shape("*E|ME", hook=seeing)
+EXPERTS = hybrid_shape("M*E|ME", ranks=4, ep=2)
+
+
+class Tied(Shape):
+    """The output reads the embedding, of which the last stage has a copy."""
+
+    @property
+    def flags(self) -> list[str]:
+        return changed(super().flags, {"--untie-embeddings-and-output-weights": None})
+
+
+TIED = Tied(2, 2, 1, more=UNEVEN.more, hooks=UNEVEN.hooks)
+
+
+@pytest.mark.parametrize(
+    ("shape", "protection", "fault"),
+    [
+        pytest.param(UNEVEN, SPARSE, "1@5:step", id="sparse", marks=pytest.mark.ci),
+        pytest.param(UNEVEN, FULL, "1@4:forward-backward", id="full", marks=pytest.mark.full),
+        pytest.param(CHUNKS, FULL, "0@5:step", id="full-interleaved", marks=pytest.mark.full),
+        pytest.param(CHUNKS, SPARSE, "1@5:step", id="sparse-interleaved", marks=pytest.mark.full),
+        pytest.param(EXPERTS, SPARSE, "3@5:step", id="sparse-experts", marks=pytest.mark.full),
+        pytest.param(AHEAD, SPARSE, "1@5:step", id="sparse-mtp", marks=pytest.mark.full),
+        pytest.param(AHEAD, FULL, "0@5:step", id="full-mtp", marks=pytest.mark.full),
+        pytest.param(SEEING, SPARSE, "0@5:step", id="sparse-vision", marks=pytest.mark.full),
+        pytest.param(SEEING, FULL, "0@4:forward-backward", id="full-vision", marks=pytest.mark.ci),
+        pytest.param(TIED, SPARSE, "1@5:step", id="sparse-tied", marks=pytest.mark.full),
+        pytest.param(TIED, FULL, "0@5:step", id="full-tied", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_job_of_a_hybrid_over_stages_ends_as_the_undisturbed_one(
+    new_job, undisturbed, shape, protection, fault
+) -> None:
+    job = new_job(shape)
+    job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
+    outcome = job.run(*protection, "--moe-ckpt-inject-fault", fault)
+    assert job.records() == undisturbed(shape)
+    struck = int(fault[0])
+    if protection == SPARSE and shape is UNEVEN:
+        assert any("local rollback" in line for line in outcome.lines), outcome.said
+        assert [rank for rank in range(2) if len(set(job.ran(rank))) < len(job.ran(rank))] == [struck]
+
+
+@contextlib.contextmanager
+def without_a_mamba_layer() -> Iterator[None]:
+    """The state of one of them is not found."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
+
+    name, dropped = "_optimizer_tensors", "decoder.layers.3.mixer."
+    found = vars(megatron)[name]
+    with mock.patch.object(megatron, name, lambda *given: [one for one in found(*given) if dropped not in one.key]):
+        yield
+
+
+@pytest.mark.ci
+def test_a_mamba_layer_that_is_left_out_is_noticed(new_job) -> None:
+    outcome = new_job(UNEVEN).start(*FULL, hooks=[without_a_mamba_layer]).wait_or_restart()
+    assert set(outcome.codes) == {2}, outcome.codes
+    assert "decoder.layers.3.mixer." in outcome.said
