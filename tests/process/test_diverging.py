@@ -12,6 +12,7 @@ import attempts
 import pytest
 from attempts import Cluster, recovered
 from diverging_hooks import a_wrong_byte, another_loss, logs_without_fingerprints
+from fault_hooks import slow_passes
 from local_runs import case, recover
 from runs import Layout, flags
 from sparse_runs import BF16, DROPOUT, Case, FaultFree, Run, assert_identical, killed
@@ -52,7 +53,9 @@ def test_an_older_window_in_storage_takes_the_place_of_one_that_diverged(
 ) -> None:
     storage = ("--moe-ckpt-persist-dir", str(tmp_path / "storage"), "--moe-ckpt-persist-interval", "3")
     one = Case(PAIR, MODEL, faults=("1@14:step",), sparse=storage)
-    run = killed(cluster, one, tmp_path / "killed", hooks=(partial(another_loss, [11]),), forgiven=OTHERWISE)
+    # A window is in storage before the next one is whole, also on a busy machine.
+    hooks = partial(another_loss, [11]), partial(slow_passes, 0.1)
+    run = killed(cluster, one, tmp_path / "killed", hooks=hooks, forgiven=OTHERWISE)
     assert [set(outcome.codes) for outcome in run.outcomes[1:]] == [{1}, {0}]
     table = recovered(run.outcomes[2])
     assert table[0] == "recovered iteration 9 exactly", run.outcomes[2].said

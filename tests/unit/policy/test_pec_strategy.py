@@ -304,6 +304,14 @@ def test_with_a_threshold_no_sequence_of_faults_costs_more(name: str) -> None:
     assert used > Fraction(2, 100)
 
 
+@pytest.mark.parametrize(("k_persist", "is_raised"), [(1, True), (4, False)])
+def test_k_is_raised_for_what_is_persisted_where_snapshots_alone_would_do(k_persist: int, is_raised: bool) -> None:
+    config = replace(STORING, persist_interval=1, pec_k_snapshot=4, pec_k_persist=k_persist, plt_threshold=0.05)
+    pec = Pec(job_of(config, iterations=40))
+    parts = [written(pec, iteration) for iteration in range(1, 30)]
+    assert any(len(experts_of(part)) > 3 * 4 for part in parts[1:]) == is_raised
+
+
 def test_after_a_recovery_from_storage_everything_is_taken_again() -> None:
     world = run(CASES["in turn"], 1, 40, faults=0)
     world.random.random = lambda: 1.0  # type: ignore[method-assign]
