@@ -119,8 +119,8 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
     values: list[int] = []
     product = gemm.values_of
 
-    def counted(tensor: Any) -> torch.Tensor:
-        found = product(tensor)
+    def counted(tensor: Any, by_columns: bool) -> torch.Tensor:
+        found = product(tensor, by_columns)
         if hasattr(tensor, "_scale_inv"):
             values.append(found.unique().numel())
         return found

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.pretrain.testing.cpu_device.collectives import one_dtype_at_a_time
-from megatron.pretrain.testing.te_on_cpu.kernels import casts, gemm, norms, scales
+from megatron.pretrain.testing.te_on_cpu.kernels import casts, four_bits, gemm, norms, scales
 
 E4M3, E5M2 = 7, 8
 FORMATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -109,10 +109,70 @@ def test_a_tiny_tensor_has_a_finite_scale() -> None:
     assert torch.isfinite(casts.scale_for(torch.tensor([2e-38]), 448.0, False, 0.0)).all()
 
 
-def test_quantizers_of_blocks_are_refused_by_name() -> None:
-    blocks = type("MXFP8Quantizer", (), {})()
-    with pytest.raises(NotImplementedError, match=r"MXFP8Quantizer .* --fp8-recipe delayed or tensorwise"):
-        casts.quantize(drawn(2, 2), blocks, eight_bit(2, 2))
+def test_quantizers_of_other_kinds_are_refused_by_name() -> None:
+    other = type("Float8BlockQuantizer", (), {})()
+    with pytest.raises(NotImplementedError, match=r"Float8BlockQuantizer .* --fp8-recipe delayed, tensorwise or mxfp8"):
+        casts.quantize(drawn(2, 2), other, eight_bit(2, 2))
+
+
+@dataclasses.dataclass
+class MXFP8Quantizer:
+    """32 numbers share a power of two, as kernels see it."""
+
+    dtype: int = E4M3
+
+
+def in_blocks(rows: int, width: int) -> Any:
+    """An MXFP8 tensor without values."""
+    return SimpleNamespace(
+        _rowwise_data=torch.zeros(rows, width, dtype=torch.uint8),
+        _rowwise_scale_inv=torch.full((128, 4), 9, dtype=torch.uint8),
+        _columnwise_data=torch.zeros(rows, width, dtype=torch.uint8),
+        _columnwise_scale_inv=torch.full((4, 128), 9, dtype=torch.uint8),
+        _fp8_dtype=E4M3,
+    )
+
+
+def test_mxfp8_casts_rows_and_columns_from_the_values_each_block_with_the_least_power_of_two_that_fits() -> None:
+    source, into = drawn(64, 96) * torch.logspace(-4, 4, 96), in_blocks(64, 96)
+    casts.quantize(source, MXFP8Quantizer(), into)
+    by_rows, by_columns = casts.values_of(into, by_columns=False), casts.values_of(into, by_columns=True)
+    scales = torch.pow(2.0, vars(into)["_rowwise_scale_inv"][:64, :3].float() - 127)
+    largest = source.abs().view(64, 3, 32).amax(2)
+    assert bool((scales * 448 >= largest).all())
+    assert bool((scales / 2 * 448 < largest).all())
+    of_columns = source.abs().view(2, 32, 96).amax(1).repeat_interleave(32, 0)
+    for found, of_block in ((by_rows, largest.repeat_interleave(32, 1)), (by_columns, of_columns)):
+        assert bool(((found - source).abs() <= torch.maximum(source.abs() / 16, of_block * 2**-10)).all())
+    assert not torch.equal(by_rows, by_columns)
+    assert torch.equal(casts.values_of(into), by_rows)
+    assert not vars(into)["_rowwise_scale_inv"][:, 3].any()
+
+
+def product(a: Any, b: Any, layout: str) -> torch.Tensor:
+    transposed = [side == "T" for side in layout]
+    out, *_ = gemm.generic_gemm(
+        a, transposed[0], b, transposed[1], None, None, 4, None, 6, False, None, False, None, 0, False, False
+    )
+    return out
+
+
+def test_products_read_mxfp8_along_what_is_summed_over() -> None:
+    weight, tokens = in_blocks(32, 64), drawn(32, 32)
+    casts.quantize(drawn(32, 64, seed=1), MXFP8Quantizer(), weight)
+    forward, backward = product(weight, drawn(32, 64, seed=2), "TN"), product(weight, tokens, "NN")
+    torch.testing.assert_close(forward, drawn(32, 64, seed=2) @ casts.values_of(weight, by_columns=False).t())
+    torch.testing.assert_close(backward, tokens @ casts.values_of(weight, by_columns=True))
+    vars(weight)["_columnwise_data"] = None
+    with pytest.raises(NotImplementedError, match="not kept"):
+        product(weight, tokens, "NN")
+
+
+def test_zeros_and_no_rows_are_cast_to_zeros() -> None:
+    for source in (torch.zeros(32, 32), torch.zeros(0, 32)):
+        into = in_blocks(*source.shape)
+        casts.quantize(source, MXFP8Quantizer(), into)
+        assert torch.equal(casts.values_of(into), source)
 
 
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])
@@ -186,3 +246,74 @@ def test_gathers_of_several_dtypes_arrive_as_they_were_sent(wait: bool, alone: A
     assert not all(torch.equal(one, other) for one, other in zip(unguarded, expected, strict=True)), (
         "gloo gathers several dtypes at once by now: the guard can go"
     )
+
+
+@dataclasses.dataclass
+class NVFP4Quantizer:
+    """16 numbers share a scale, as kernels see it."""
+
+    with_2d_quantization: bool = False
+    stochastic_rounding: bool = False
+    with_amax_reduction: bool = False
+
+
+def in_four_bits(rows: int, width: int) -> Any:
+    """An NVFP4 tensor without values."""
+    return SimpleNamespace(
+        _rowwise_data=torch.zeros(rows, width // 2, dtype=torch.uint8),
+        _rowwise_scale_inv=torch.full((128, 4), 9, dtype=torch.uint8),
+        _amax_rowwise=torch.zeros(1),
+        _columnwise_data=torch.zeros(width, rows // 2, dtype=torch.uint8),
+        _columnwise_scale_inv=torch.full((128, 4), 9, dtype=torch.uint8),
+        _amax_columnwise=torch.zeros(1),
+        _fp4_dtype=10,
+    )
+
+
+@pytest.mark.parametrize("in_squares", [False, True])
+def test_nvfp4_takes_the_nearest_of_its_numbers(in_squares: bool) -> None:
+    source, into = drawn(32, 48), in_four_bits(32, 48)
+    casts.quantize(source, NVFP4Quantizer(with_2d_quantization=in_squares), into)
+    by_rows, by_columns = casts.values_of(into, by_columns=False), casts.values_of(into, by_columns=True)
+    # Half of the widest step, which is a third of the largest number, and what the scale is rounded by.
+    for found in (by_rows, by_columns):
+        assert (found - source).abs().max() <= source.abs().max() / 6 * 1.1
+        assert (found - source).abs().mean() < 0.1
+    assert torch.equal(by_rows, by_columns) is in_squares
+
+
+def test_weights_cast_shard_by_shard_are_those_that_are_cast_whole() -> None:
+    source, whole, parts = drawn(32, 48), in_four_bits(32, 48), in_four_bits(32, 48)
+    casts.quantize(source, NVFP4Quantizer(with_2d_quantization=True), whole)
+    amax, largest, scale, shared = torch.zeros(2, 3), torch.zeros(1), torch.zeros(2, 3), torch.zeros(1)
+    shards = [(source.view(-1)[start:end], start) for start, end in ((0, 500), (500, 1536))]
+    for shard, start in shards:  # what ranks find, reduced to the largest
+        found, one = torch.zeros(2, 3), torch.zeros(1)
+        four_bits.nvfp4_multi_tensor_compute_partial_amax([shard], [found], [one], [32], [48], [start], 16)
+        amax, largest = torch.maximum(amax, found), torch.maximum(largest, one)
+    four_bits.nvfp4_compute_global_scale(largest, shared)
+    kept = vars(parts)
+    of_weights = [[kept["_rowwise_scale_inv"]], [kept["_amax_rowwise"]]]
+    four_bits.nvfp4_multi_tensor_fused_scale([amax], [largest], [scale], *of_weights, [2], [3], [128], 16)
+    for shard, start in shards:
+        bytes_of_shard = kept["_rowwise_data"].view(-1)[start // 2 : (start + shard.numel()) // 2]
+        given = ([shard], [bytes_of_shard], [scale], [shared], [32], [48], [start], 16)
+        four_bits.nvfp4_multi_tensor_2d_partial_cast(*given)
+    names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    four_bits.nvfp4_2d_multi_tensor_transpose(*([kept[name]] for name in names), [32], [48])
+    kept["_amax_columnwise"].copy_(kept["_amax_rowwise"])
+    for name, expected in vars(whole).items():
+        assert name == "_fp4_dtype" or torch.equal(kept[name], expected), name
+
+
+def test_gradients_are_rounded_by_chance_to_a_neighbor_and_on_the_average_to_themselves() -> None:
+    source = torch.full((64, 64), 2.5)
+    source[:, 0] = 6.0
+    torch.manual_seed(3)
+    found = []
+    for _ in range(2):
+        into = in_four_bits(64, 64)
+        casts.quantize(source, NVFP4Quantizer(stochastic_rounding=True), into)
+        found.append(casts.values_of(into, by_columns=False))
+    assert not torch.equal(*found)
+    assert abs(found[0][:, 1:16].mean() - 2.5) < 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -71,6 +72,15 @@ def prepared_on_cuda(original: Any) -> Any:
     return prepare
 
 
+def from_blocks(original: Any) -> Any:
+    """For `forward` of the functions that take values from blocks: the kernel is given the tensor as it is."""
+
+    def forward(_: Any, tensor: Any, dtype: Any) -> Any:
+        return sys.modules["transformer_engine_torch"].dequantize(tensor, dtype)
+
+    return staticmethod(functools.wraps(original)(forward))
+
+
 @contextlib.contextmanager
 def _entered(context: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
@@ -91,6 +101,24 @@ PATCHES: tuple[Patch, ...] = (
         "_coalescing_manager",
         one_dtype_at_a_time,
         "weights of eight bits are gathered together with the others, and gloo mixes them up",
+    ),
+    *(
+        Patch(
+            "transformer_engine.pytorch.quantization",
+            f"check_{recipe}_support",
+            always((True, "")),
+            "an H100 has no products of these, and the kernels here have",
+        )
+        for recipe in ("mxfp8", "nvfp4")
+    ),
+    *(
+        Patch(
+            f"transformer_engine.pytorch.tensor.storage.{kind.lower()}_tensor_storage:_From{kind}Func",
+            "forward",
+            from_blocks,
+            "takes to CUDA what is not there, which asks for its values",
+        )
+        for kind in ("MXFP8", "NVFP4")
     ),
     Patch(_BASE, "__init__", run_on_cuda, "asks whether there is a CUDA device"),
     Patch(_BASE, "prepare_forward", prepared_on_cuda, "asks whether its input is on CUDA"),

@@ -6,9 +6,9 @@ import enum
 from types import ModuleType
 from typing import Any
 
-from megatron.pretrain.testing.te_on_cpu.kernels import adam, casts, gemm, norms, optimizers, scales
+from megatron.pretrain.testing.te_on_cpu.kernels import adam, casts, four_bits, gemm, norms, optimizers, scales
 
-KERNELS = (norms, gemm, adam, optimizers, casts, scales)
+KERNELS = (norms, gemm, adam, optimizers, casts, four_bits, scales)
 """Modules whose public functions are kernels, under their own names."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.pretrain.testing.te_on_cpu.kernels import four_bits, mxfp8
 from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, torch_dtype
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
     "split_quantize",
 ]
 
+_BLOCKS: dict[str, Any] = {"MXFP8Quantizer": mxfp8, "NVFP4Quantizer": four_bits}
+"""By quantizers that take a scale for each block: the module that casts for them."""
+
 
 def quantize(source: torch.Tensor, quantizer: Any, into: Any = None, noop: torch.Tensor | None = None) -> Any:
     """`source` in the format of the quantizer.
@@ -37,13 +41,16 @@ def quantize(source: torch.Tensor, quantizer: Any, into: Any = None, noop: torch
         noop: Of one element: if it is set, `into` stays as it is.
 
     Raises:
-        NotImplementedError: The quantizer is of another kind than delayed or current scaling of whole tensors.
+        NotImplementedError: The quantizer is of another kind than delayed and current scaling, MXFP8 and NVFP4.
     """
     if into is not None and noop is not None and bool(noop):
         return into
     values = values_of(source.detach())
     if into is None:
         into = create_empty_quantized_tensor(quantizer, list(values.shape), source.dtype)
+    if (blocks := _BLOCKS.get(type(quantizer).__name__)) is not None:
+        blocks.cast(values, quantizer, into)
+        return into
     scale = _scale(values, quantizer)
     payload = to_eight_bits(values * scale, quantizer.dtype)
     if into._data is not None:
@@ -129,6 +136,8 @@ def create_empty_quantized_tensor(
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     refuse_other_quantizers(quantizer)
+    if (blocks := _BLOCKS.get(type(quantizer).__name__)) is not None:
+        return blocks.empty(quantizer, shape, dtype)
     rows = torch.empty(list(shape), dtype=torch.uint8) if quantizer.rowwise_usage else None
     transposed = [shape[-1], *shape[:-1]] if len(shape) else []
     columns = torch.empty(transposed, dtype=torch.uint8) if quantizer.columnwise_usage else None
@@ -144,8 +153,16 @@ def create_empty_quantized_tensor(
     return Float8Tensor(shape=list(shape), dtype=dtype, requires_grad=False, **contents)
 
 
-def values_of(tensor: Any) -> torch.Tensor:
-    """In single precision, whatever a tensor is kept in."""
+def values_of(tensor: Any, by_columns: bool | None = None) -> torch.Tensor:
+    """In single precision, whatever a tensor is kept in.
+
+    Args:
+        tensor: Of any dtype, or with a scale, or with a scale for each block.
+        by_columns: Which of both that has scales for blocks is read; None: rows where they are kept.
+    """
+    if hasattr(tensor, "_rowwise_scale_inv"):
+        blocks = four_bits if hasattr(tensor, "_fp4_dtype") else mxfp8
+        return blocks.values(tensor, tensor._rowwise_data is None if by_columns is None else by_columns)
     if not hasattr(tensor, "_scale_inv"):
         return tensor.float()
     if not hasattr(tensor, "_fp8_dtype") or not hasattr(tensor, "_transpose"):
@@ -183,10 +200,10 @@ def scale_for(amax: torch.Tensor, largest: float, power_of_two: bool, epsilon: f
 
 
 def refuse_other_quantizers(quantizer: Any) -> None:
-    """Raises NotImplementedError for quantizers of other formats than one scale per tensor."""
-    if type(quantizer).__name__ not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
+    """Raises NotImplementedError for quantizers of other formats than one scale per tensor, MXFP8 and NVFP4."""
+    if type(quantizer).__name__ not in ("Float8Quantizer", "Float8CurrentScalingQuantizer", *_BLOCKS):
         raise NotImplementedError(
-            f"{type(quantizer).__name__} has no stand-in for the CPU: use --fp8-recipe delayed or tensorwise"
+            f"{type(quantizer).__name__} has no stand-in for the CPU: use --fp8-recipe delayed, tensorwise or mxfp8"
         )
 
 
