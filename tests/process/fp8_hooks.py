@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from stock_trainer import Trainer, after_training, instead_of_training
 
 def state_of(state: Any) -> dict[str, torch.Tensor]:
     """All that training in eight bits goes on from, by name: payloads, scales, histories, weights and transposes."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import pieces_in_blocks, quantization_tensors
 
     found = {one.key: one.tensor for one in tensors_of(state)} | dict(quantization_tensors(state.chunks))
     for index, chunk in enumerate(state.chunks):
@@ -25,6 +26,7 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
             for field in ("_data", "_transpose", "_scale_inv"):
                 if getattr(weights, field, None) is not None:
                     found[f"{index}.{name}{field}"] = getattr(weights, field)
+            found |= {f"{index}.{name}{field}": piece for field, piece in pieces_in_blocks(weights)}
     for number, group in enumerate(state.optimizer.param_groups):
         found[f"steps of group {number}"] = torch.tensor([group.get("step", 0)])
     return found
@@ -33,10 +35,9 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def digested(folder: str) -> Iterator[None]:
     """When training has ended, each rank writes down digests of its state."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
 
     def trained(state: Any) -> None:
-        gather_compute_weights(state.chunks)  # with overlap the next forward pass would do it
+        _gather(state)  # with overlap the next forward pass would do it
         digests = {
             name: xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
             for name, tensor in state_of(state).items()
@@ -45,6 +46,18 @@ def digested(folder: str) -> Iterator[None]:
 
     with after_training(trained):
         yield
+
+
+def _gather(state: Any) -> None:
+    """Make weights those of the newest step, as core does before it saves them."""
+    from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
+    from megatron.training import training
+
+    args = training.get_args()
+    if not args.reuse_grad_buf_for_mxfp8_param_ag:
+        gather_compute_weights(state.chunks)
+    elif args.overlap_param_gather:
+        training.force_param_sync(state.chunks, state.optimizer)
 
 
 @contextlib.contextmanager
@@ -139,23 +152,24 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _differences_once_restored(state: Any, part: str) -> list[str]:
+def _differences_once_restored(state: Any, part: str, *, gathered: bool = True) -> list[str]:
     """What is other than before when all was poisoned and this part of all operators came back, in this process."""
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import live_restorer, read_topology
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import packed, quantization_tensors, unpack
-    from megatron.core.dist_checkpointing.moe.megatron_state.restore import gather_compute_weights
     from megatron.core.dist_checkpointing.moe.types import Part
 
-    gather_compute_weights(state.chunks)
+    if gathered:
+        _gather(state)
     before = {name: tensor.detach().clone() for name, tensor in state_of(state).items()}
     scales, tensors = quantization_tensors(state.chunks), tensors_of(state)
-    kept = packed(scales)()
+    kept = packed(scales)() if scales else None
     copies = {one.key: memoryview(one.tensor.clone().view(torch.uint8).numpy().tobytes()) for one in tensors}
     restorer = live_restorer(state.chunks, state.optimizer, read_topology(8))
     restorer.poison()
     assert all(bool(torch.isnan(tensor).all()) for tensor in scales.values())
     restorer.restore(copies.__getitem__, {Part[part]: {one.operator for one in tensors}})
-    unpack(scales, kept)
+    if kept is not None:
+        unpack(scales, kept)
     restorer.complete()
     return [
         name
@@ -193,3 +207,59 @@ def _bytes_per_parameter(state: Any) -> dict[str, float]:
     parameters = sum(one.tensor.numel() for one in experts if one.field == "master")
     parts = {"full": Part.MASTER_AND_MOMENTS, "weights": Part.COMPUTE}
     return {name: sum(one.nbytes for one in experts if one.serves(part)) / parameters for name, part in parts.items()}
+
+
+@contextlib.contextmanager
+def attention_emulated() -> Iterator[None]:
+    """Attention casts to eight bits and back, which Transformer Engine does without a fused kernel if asked to."""
+    with mock.patch.dict(os.environ, {"NVTE_UnfusedDPA_Emulate_FP8": "1"}):
+        yield
+
+
+@contextlib.contextmanager
+def examined_in_blocks(folder: str) -> Iterator[None]:
+    """Instead of training to the end: a few iterations, and a look at weights of MXFP8 and scales of attention."""
+    with instead_of_training(_facts_in_blocks, folder):
+        yield
+
+
+def _facts_in_blocks(trainer: Trainer) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
+
+    for _ in range(3):
+        trainer.iterate()
+    weights = [one for chunk in trainer.chunks for one in chunk.parameters() if hasattr(one, "_rowwise_scale_inv")]
+    restored = _differences_once_restored(trainer, "MASTER_AND_MOMENTS")
+    with _one_cast_dropped():
+        dropped = _differences_once_restored(trainer, "MASTER_AND_MOMENTS", gathered=False)
+    return {
+        "weights": sorted({type(one).__name__ for one in weights}),
+        "missing": {name: _missing(trainer, name) for name in ("nothing", "master", "scaling_fwd.amax_history")},
+        "scales": [name for name, scale in quantization_tensors(trainer.chunks).items() if bool((scale != 1).any())],
+        "fields": sorted({one.field for one in tensors_of(trainer) if one.operator.is_expert}),
+        "restored": restored,
+        "one cast dropped": dropped,
+    }
+
+
+@contextlib.contextmanager
+def _one_cast_dropped() -> Iterator[None]:
+    """Of the weights in blocks one stays as it is, on all ranks: the first."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.optimizer import distrib_optimizer as optimizers
+
+    cast_whole, cast_shards, done = buffers.copy_tensor_to_quantized_param, optimizers.quantize_nvfp4_param_shard, []
+
+    def whole(parameter: Any, source: torch.Tensor) -> None:
+        done.append(parameter)
+        if len(done) > 1:
+            cast_whole(parameter, source)
+
+    def shards(parameters: Any, masters: Any, starts: Any, group: Any) -> None:
+        cast_shards(parameters[1:], masters[1:], starts[1:], group)
+
+    with (
+        mock.patch.object(buffers, "copy_tensor_to_quantized_param", whole),
+        mock.patch.object(optimizers, "quantize_nvfp4_param_shard", shards),
+    ):
+        yield

@@ -92,6 +92,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"iterations_to_skip": [3, 4]},
         {"dataloader_type": "cyclic"},
         {"moe_use_upcycling": True},
+        {"fp8_quantizer_factory": "package.module.factory"},
         {"pipeline_model_parallel_layout": "Et|t|m|L"},
     ],
     ids=lambda flag: next(iter(flag)),
@@ -121,6 +122,27 @@ def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again
     assert flags.check(*given(**{name: True}), "0.19.2") == ""
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not go with --moe-ckpt-strategy sparse"):
         flags.check(*given(strategy="sparse", **{name: True}), "0.19.2")
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [
+        ({"fp4": "e2m1"}, "--fp4-format does not go with --moe-ckpt-strategy sparse: gradients are rounded by"),
+        (
+            {"fp8": "e4m3", "fp8_param_gather": True, "fp8_recipe": "mxfp8"},
+            "--fp8-param-gather with --fp8-recipe mxfp8 does not go with --moe-ckpt-strategy sparse",
+        ),
+    ],
+)
+def test_weights_and_draws_that_frozen_operators_lack_are_refused_where_iterations_run_again(
+    precision: dict[str, Any], reason: str
+) -> None:
+    for strategy in ("full", "pec", "selective"):
+        assert flags.check(*given(strategy=strategy, **precision), "0.19.2") == ""
+    with pytest.raises(UsageError, match=reason):
+        flags.check(*given(strategy="sparse", **precision), "0.19.2")
+    kept_as_bf16 = precision | {"fp8_param_gather": False, "fp4": None}
+    assert flags.check(*given(strategy="sparse", **kept_as_bf16), "0.19.2") == ""
 
 
 GRAPHS: list[tuple[str, dict[str, Any], set[str]]] = [

@@ -26,6 +26,8 @@ _KEPT = ("state", "param_groups", "_scales")
 Other attributes are working memory, tables and constants, which differ between optimizers and their releases."""
 _PAYLOADS = ("_data", "_scale_inv")
 """What a Float8Tensor consists of: its own storage is empty, all else of it follows from these."""
+_IN_BLOCKS = "_rowwise_scale_inv"
+"""What weights with a scale for each block have: nothing of them is state, all of it follows from their masters."""
 
 
 def check_complete(
@@ -88,7 +90,7 @@ class _Names:
     """Names of parameters by the address of their compute or master weights."""
 
     def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        extents = [_extent(_pieces(parameter)[0][1], name) for name, parameter in parameters]
+        extents = [_extent(piece, name) for name, parameter in parameters for _, piece in _pieces(parameter)[:1]]
         masters = [(name, getattr(parameter, "main_param", None)) for name, parameter in parameters]
         extents += [_extent(master, name) for name, master in masters if master is not None]
         self._extents = sorted(extents, key=lambda extent: extent.start)
@@ -116,6 +118,8 @@ def _owned_extents(
                 share = data.numel() // ranks
                 buckets.append((_extent(data, ""), _extent(data.view(-1)[rank * share : (rank + 1) * share], "")))
     for name, parameter in parameters:
+        if hasattr(parameter, _IN_BLOCKS):
+            continue
         whole, *rest = _extents(parameter, f"compute weights of {name}")
         yield from rest  # the scale of eight-bit weights, on each rank
         shares = [share for bucket, share in buckets if whole.shared_with(bucket)]
@@ -182,7 +186,9 @@ def _is_float8(value: torch.Tensor) -> bool:
 
 
 def _pieces(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a tensor consists of, with what is added to its name."""
+    """The tensors that a tensor consists of, with what is added to its name; none of weights that are derived."""
+    if hasattr(value, _IN_BLOCKS):
+        return []
     return [(f".{name}", getattr(value, name)) for name in _PAYLOADS] if _is_float8(value) else [("", value)]
 
 

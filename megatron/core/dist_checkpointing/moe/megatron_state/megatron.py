@@ -47,7 +47,15 @@ from .optimizer_state import (
     unsupported_optimizers,
     unsupported_settings,
 )
-from .quantization import is_quantized, quantization_tensors, raw, raw_fields
+from .quantization import (
+    is_in_blocks,
+    is_quantized,
+    keeps_weights_in_blocks,
+    pieces_in_blocks,
+    quantization_tensors,
+    raw,
+    raw_fields,
+)
 from .restore import (
     LiveRestorer,
     any_rank,
@@ -198,12 +206,13 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
 
     operator_of = operators_of_parameters(chunks, topology)
     quantized = [parameter for parameter in operator_of if is_quantized(parameter)]
-    in_eight_bits = bool(unwrap_model(list(chunks))[0].config.fp8_param)
+    in_blocks = [parameter for parameter in operator_of if is_in_blocks(parameter)]
+    config = unwrap_model(list(chunks))[0].config
 
     def finish(recast: bool) -> None:
         level_step_counts(state_tensors(chunks, optimizer, topology))
         # Some may have restored weights that others have not, and to cast those of eight bits takes all.
-        if any_rank(recast) if in_eight_bits else recast:
+        if keeps_weights_in_blocks(config) or (any_rank(recast) if config.fp8_param else recast):
             recast_compute_weights(chunks, optimizer)
         else:
             gather_compute_weights(chunks)
@@ -214,7 +223,8 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
         gather=lambda: gather_compute_weights(chunks),
         settle=lambda: settle_gathers(chunks),
         derived=[
-            *(raw(parameter) for chunk in chunks for parameter in chunk.parameters()),
+            *(raw(parameter) for parameter in operator_of if not is_in_blocks(parameter)),
+            *(piece for parameter in in_blocks for _, piece in pieces_in_blocks(parameter)),
             *(parameter._transpose for parameter in quantized if parameter._transpose is not None),
             *quantization_tensors(chunks).values(),
         ],
@@ -353,7 +363,10 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
 
 
 def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tuple[int, ...]) -> Iterator[StateTensor]:
-    """Compute and master weights, wherever the latter are kept."""
+    """Compute and master weights, wherever the latter are kept; of weights in blocks the latter alone."""
+    if is_in_blocks(owned.parameter):
+        yield StateTensor(shard, "master", Part.MASTER, owned.main.detach().view(-1), ranks)
+        return
     weights = raw(owned.parameter)[owned.start : owned.end]
     kept = owned.state.get(MASTER_OF_FUSED)
     if kept is not None:
@@ -390,6 +403,11 @@ def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
     for chunk in model.chunks:
         for parameter in chunk.parameters():
             if parameter not in trained:
+                if is_in_blocks(parameter):
+                    raise UsageError(
+                        f"{model.names[parameter].name} is not trained, and is kept as {type(parameter).__name__}: it"
+                        " has no master weights that it could be cast from; leave out --fp8-param-gather"
+                    )
                 shard = model.shard(parameter, 0, parameter.numel())
                 ranks = model.holders(shard, sharded=False)
                 yield StateTensor(shard, "master", Part.MASTER, raw(parameter), ranks, in_forward=True)

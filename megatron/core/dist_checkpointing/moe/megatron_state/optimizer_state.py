@@ -332,10 +332,7 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
     # Without expert parallelism core reduces the gradients of experts with the rest's, over other tensor ranks.
     astray = config.expert_model_parallel_size == 1 and (config.expert_tensor_parallel_size or tp) != tp
     found = {
-        "fp4": config.fp4,
-        f"weights in {config.fp8_recipe} eight bits, which are kept by rows and by columns": config.fp8_param
-        and config.fp8_recipe not in ("delayed", "tensorwise"),
-        "attention in eight bits": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
+        "quantizers of its own": "custom" in (config.fp8 and config.fp8_recipe, config.fp4 and config.fp4_recipe),
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
         "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.utils import unwrap_model
 
@@ -34,9 +35,17 @@ _PASSES, _KEPT = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
 
 
 def has_quantization_state(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether modules keep scales from iteration to iteration: with delayed scaling only."""
-    config = unwrap_model(list(chunks))[0].config
-    return bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed"
+    """Whether modules may keep scales from iteration to iteration."""
+    return keeps_scales(unwrap_model(list(chunks))[0].config)
+
+
+def keeps_scales(config: Any) -> bool:
+    """Whether modules of such a model may keep scales: with delayed scaling, which attention in eight bits uses under
+    other recipes too, as Transformer Engine and `NVTE_DPA_FP8_RECIPE` choose."""
+    if not (getattr(config, "fp8", None) or getattr(config, "fp4", None)):
+        return False
+    in_attention = config.fp8_dot_product_attention or config.fp8_multi_head_attention
+    return bool(in_attention) or (bool(config.fp8) and config.fp8_recipe == "delayed")
 
 
 def forget_reductions(chunks: Sequence[torch.nn.Module]) -> None:
@@ -58,7 +67,8 @@ def allocate_quantization_state(chunks: Sequence[torch.nn.Module]) -> None:
     """Allocate what does not exist yet, as the first forward pass would; nothing else changes."""
     if not has_quantization_state(chunks):
         return
-    with get_fp8_context(unwrap_model(list(chunks))[0].config):
+    config = unwrap_model(list(chunks))[0].config
+    with get_fp8_context(config) if config.fp8 else get_fp4_context(config):
         for module in (module for chunk in chunks for module in chunk.modules()):
             if hasattr(module, "init_fp8_metadata"):
                 module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
@@ -147,6 +157,7 @@ def _pairs(tensors: Mapping[str, torch.Tensor], data: memoryview) -> list[tuple[
 #     tensor of any dtype without a scale                FIELD
 #     tensor with a scale kept elsewhere                 FIELD (as it is), FIELD_scale
 #     Float8Tensor of Transformer Engine                 FIELD (uint8, `_data`), FIELD_scale (fp32, `_scale_inv`)
+#     weights with a scale for each block                none: they are the cast of their master weights
 #
 # Checked against Transformer Engine 2.11.0 and 2.20.2. What follows from the payload is not stored: `_transpose`.
 
@@ -156,6 +167,29 @@ _SCALE = "_scale"
 def is_quantized(value: Any) -> bool:
     """Whether this is a Float8Tensor: its own storage is empty, payload and scale are attributes."""
     return hasattr(value, "_scale_inv") and hasattr(value, "_data")
+
+
+_OF_BLOCKS = tuple(
+    f"_{name}_{axis}" if name == "amax" else f"_{axis}_{name}"
+    for axis in ("rowwise", "columnwise")
+    for name in ("data", "scale_inv", "amax")
+)
+
+
+def is_in_blocks(value: Any) -> bool:
+    """Whether these are weights with a scale for each block, cast by rows and by columns: MXFP8, blockwise, NVFP4."""
+    return hasattr(value, "_rowwise_scale_inv")
+
+
+def keeps_weights_in_blocks(config: Any) -> bool:
+    """Whether a model has such weights: no snapshot has them, and each restore casts them."""
+    in_blocks = config.fp8_param and config.fp8_recipe not in ("delayed", "tensorwise")
+    return bool(in_blocks or getattr(config, "fp4_param", False))
+
+
+def pieces_in_blocks(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that such weights consist of, by the names of their attributes; all of them follow from masters."""
+    return [(name, piece) for name in _OF_BLOCKS if (piece := getattr(value, name, None)) is not None]
 
 
 def raw_fields(field: str, value: Any, scale: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ import torch
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
 
 from .megatron import read_topology, state_tensors
 from .operators import StateTensor
@@ -29,11 +30,12 @@ from .optimizer_state import allocate_optimizer_state, holds_masters, optimizer_
 from .quantization import (
     allocate_quantization_state,
     is_scale,
+    keeps_weights_in_blocks,
     packed,
     quantization_tensors,
     unpack,
 )
-from .restore import gather_compute_weights
+from .restore import gather_compute_weights, recast_compute_weights
 from .trainer_state import load_optimizer_scalars, optimizer_scalars
 
 SHARDING = "raw_shards"
@@ -100,7 +102,10 @@ def load_raw_state_dict(
     allocate_quantization_state(chunks)
     if scales := quantization_tensors(chunks):
         unpack(scales, memoryview(loaded["quantization"].numpy()))
-    gather_compute_weights(chunks)
+    if keeps_weights_in_blocks(unwrap_model(list(chunks))[0].config):
+        recast_compute_weights(chunks, optimizer)
+    else:
+        gather_compute_weights(chunks)
 
 
 def reload_masters_of(optimizer: MegatronOptimizer) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from megatron.core.fp8_utils import post_all_gather_processing
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ..core_versions.seams import cast_rows, casts_itself, quantized_rows
@@ -23,7 +24,7 @@ from ..types import OperatorId, Part
 from ..types.layout import aligned
 from .operators import StateTensor
 from .optimizer_state import MASTER_OF_FUSED, holds_masters, optimizer_members
-from .quantization import is_quantized
+from .quantization import is_in_blocks, is_quantized
 
 _NAMED = 3
 
@@ -282,7 +283,13 @@ def gather_compute_weights(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             chunk.start_param_sync(force_sync=True)
-    quantized = [parameter for chunk in chunks for parameter in chunk.parameters() if is_quantized(parameter)]
+    quantized = [
+        parameter
+        for chunk in chunks
+        if not chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag  # there the gather ends with it
+        for parameter in chunk.parameters()
+        if is_quantized(parameter) or is_in_blocks(parameter)
+    ]
     if quantized:  # core does this after some gathers only: backward passes would read the transposes of before
         post_all_gather_processing(quantized)
 
@@ -313,6 +320,9 @@ def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[to
 def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Make the compute weights from the master weights after a restore that had none; a collective.
 
+    Weights of MXFP8 have no place in a buffer of parameters: core gathers masters as bf16 in the buffer of gradients,
+    from which each rank casts whole weights.
+
     Args:
         chunks: The model chunks of this rank.
         optimizer: Its optimizer, with the restored master weights.
@@ -321,6 +331,9 @@ def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: Megatro
     for member in optimizer_members(optimizer):
         if holds_masters(member):
             _recast_from_fused(member.optimizer)
+        elif member.config.reuse_grad_buf_for_mxfp8_param_ag and isinstance(member, DistributedOptimizer):
+            if not member.is_stub_optimizer:
+                member._copy_main_params_to_param_buffer()
         elif not isinstance(member, FP32Optimizer):  # there both are one tensor
             member._copy_main_params_to_model_params()
     gather_compute_weights(chunks)

@@ -16,6 +16,7 @@ import torch
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
 from ..megatron_state.module_tree import gpt_operators, is_plain_gpt, layers_ahead
+from ..megatron_state.quantization import keeps_scales
 from ..types import OperatorId
 
 EMBEDDING_LAYER = -1
@@ -85,8 +86,7 @@ def _flow_everywhere(config: Any) -> bool:
     recomputed = config.recompute_granularity == "full" or (
         config.recompute_granularity == "selective" and "moe" in config.recompute_modules
     )
-    scaled_late = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
-    return bool(recomputed or config.bias_dropout_fusion or scaled_late)
+    return bool(recomputed or config.bias_dropout_fusion or keeps_scales(config))
 
 
 def _entrances(model: Any) -> list[tuple[int, torch.nn.Module]]:

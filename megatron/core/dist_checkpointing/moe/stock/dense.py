@@ -174,7 +174,7 @@ _FIXED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size"),
     *("use_precision_aware_optimizer", "bf16", "fp16", "main_params_dtype", "fp8_main_params", "exp_avg_dtype"),
-    *("exp_avg_sq_dtype", "fp8", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len"),
+    *("exp_avg_sq_dtype", "fp8", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", "fp4_param_gather"),
 )
 """Arguments under which alone such state loads: to cast it, or to cut it elsewhere, gives it other scales."""
 
@@ -187,6 +187,7 @@ def saves_raw(args: Any, optimizer: Any) -> bool:
         optimizer: Of the loop; None where nothing is trained.
     """
     scaled = getattr(args, "fp8", None) and (args.fp8_recipe == "delayed" or args.fp8_param_gather)
+    scaled = scaled or getattr(args, "fp4_param_gather", False)
     if optimizer is None or not (scaled or getattr(args, "use_precision_aware_optimizer", False)):
         return False
     return args.ckpt_format == "torch_dist" and not args.dist_ckpt_optim_fully_reshardable

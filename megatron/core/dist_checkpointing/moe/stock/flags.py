@@ -117,6 +117,7 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
     yield from _unfit_graphs(config, args)
+    yield from _unfit_precision(config, args)
     yield from unfit_expert_saves(args, config.strategy)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
@@ -129,6 +130,23 @@ def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iter
         yield f"{told} --moe-ckpt-strategy {config.strategy}: {UNCOUNTED}"
     if config.copy_placement == "bubbles" and captures_passes(args):
         yield f"{told} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
+
+
+def _unfit_precision(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence where iterations are run again that frozen operators would change."""
+    if not _repeats(config):
+        return
+    told = f"does not go with --moe-ckpt-strategy {config.strategy}"
+    if getattr(args, "fp4", None):
+        yield (
+            f"--fp4-format {told}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
+            " full or pec"
+        )
+    elif getattr(args, "fp8_param_gather", False) and args.fp8_recipe not in ("delayed", "tensorwise"):
+        yield (
+            f"--fp8-param-gather with --fp8-recipe {args.fp8_recipe} {told}: weights are the cast of masters, which"
+            " frozen operators do not have; leave out --fp8-param-gather, or use full or pec"
+        )
 
 
 def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
@@ -174,6 +192,8 @@ _ALWAYS: tuple[_Rule, ...] = (
         lambda kind: kind == "muon" and find_spec("emerging_optimizers") is None,
         "a package is missing: pip install emerging-optimizers",
     ),
+    ("fp8_quantizer_factory", bool, "what quantizers of its own keep is not known; leave it out"),
+    ("fp4_quantizer_factory", bool, "what quantizers of its own keep is not known; leave it out"),
     ("optimizer_cpu_offload", bool, "its state is swapped with the host's memory in the step, beside any copy"),
     ("use_megatron_fsdp", bool, _SHARDED),
     ("use_custom_fsdp", bool, _SHARDED),

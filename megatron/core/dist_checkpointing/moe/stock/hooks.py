@@ -462,8 +462,8 @@ class Hooks:
             self._in_raw = False
 
     def _save_shards(self, call: Call) -> Any:
-        if getattr(self._args, "fp8_param_gather", False):
-            force_all_tensors_to_non_fp8(call["sharded_state_dict"])  # core would pickle those of eight bits
+        if getattr(self._args, "fp8_param_gather", False) or getattr(self._args, "fp4_param_gather", False):
+            force_all_tensors_to_non_fp8(call["sharded_state_dict"])  # core would pickle those of few bits
         if self._in_raw:
             call = call.replacing(content_metadata=dense.content_metadata(call["content_metadata"]))
         return call.go_on() if self._saves is None else self._saves.shards(call)

@@ -1,0 +1,142 @@
+"""Jobs with weights of MXFP8 and NVFP4, by rows and by columns, or scales of attention: killed, they come back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fp8_hooks as hooks
+import pytest
+from attempts import Cluster
+from runs import Layout, flags
+from sparse_runs import LENGTH, Case, Run
+from stock_trainer import configured
+from test_fp8 import TENSORWISE, differences, engine_cluster, states, undisturbed  # noqa: F401
+from world import Hook, World
+
+ENGINE = ("--bf16", "--transformer-impl", "transformer_engine", "--moe-grouped-gemm")
+MXFP8 = (
+    *(*ENGINE, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
+    *("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
+)
+NVFP4 = (*ENGINE, "--fp4-format", "e2m1", "--fp4-param-gather")
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+PAIR, GRID = Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
+ATTENTION = (hooks.attention_emulated, partial(configured, fp8_dot_product_attention=True))
+
+Seen = list[dict[str, Any]]
+
+
+def examined(world: World, corpus: str, folder: Path, model: tuple[str, ...], *hooked: Hook) -> Seen:
+    """What each rank of a small job found in its state."""
+    argv = flags(corpus, PAIR, *model)
+    outcome = world.run(argv, PAIR.ranks, [*hooked, partial(hooks.examined_in_blocks, str(folder))])
+    assert set(outcome.codes) == {0}, outcome.said
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        pytest.param((*MXFP8, *OVERLAP), "MXFP8Tensor", id="overlapped"),
+        pytest.param(MXFP8, "MXFP8Tensor", id="at once", marks=pytest.mark.ci),
+        pytest.param((*NVFP4, *OVERLAP), "NVFP4Tensor", id="four bits"),
+    ],
+)
+def test_masters_alone_bring_weights_back_by_rows_and_by_columns(
+    model: tuple[str, ...], kind: str, engine_world: World, corpus: str, tmp_path: Path
+) -> None:
+    for facts in examined(engine_world, corpus, tmp_path, model):
+        assert facts["weights"] == [kind]
+        assert facts["fields"] == ["exp_avg", "exp_avg_sq", "master"]
+        assert facts["restored"] == []
+        assert facts["one cast dropped"] != []
+        assert facts["missing"]["nothing"] == ""
+        assert facts["missing"]["master"].startswith("master weights of ")
+
+
+def killed(cluster: Cluster, case: Case, folder: Path, *strategy: str, hooked: tuple[Hook, ...] = ()) -> Run:
+    """The case with its faults; each rank writes down what it has at the end."""
+    faults = [part for fault in case.faults for part in ("--moe-ckpt-inject-fault", fault)]
+    argv = [*LENGTH, *case.model, "--metrics-jsonl", folder / "reports", "--moe-ckpt-strategy", *strategy, *faults]
+    outcomes = cluster.run(case.layout, *argv, hooks=[*hooked, partial(hooks.digested, str(folder))])
+    assert len(outcomes) == 1 + len(case.faults)
+    return Run(folder, tuple(outcomes))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(PAIR, (*MXFP8, *OVERLAP), id="overlapped"),
+        pytest.param(GRID, MXFP8, id="two stages", marks=pytest.mark.full),
+        pytest.param(PAIR, (*NVFP4, *OVERLAP), id="four bits"),
+    ],
+)
+def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
+    layout: Layout,
+    model: tuple[str, ...],
+    undisturbed: Callable[[Case], Run],  # noqa: F811
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    case = Case(layout, model, faults=("1@8:forward-backward", "0@14:step"))
+    run = killed(engine_cluster, case, tmp_path, "full")
+    assert re.search(r"recovered iteration \d+ exactly", run.outcomes[1].said)
+    assert not differences(run, undisturbed(case), layout.ranks)
+
+
+@pytest.mark.full
+def test_partial_snapshots_bring_back_what_they_have(
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    case = Case(PAIR, (*MXFP8, *OVERLAP), faults=("1@8:forward-backward",))
+    run = killed(engine_cluster, case, tmp_path, "pec", "--moe-ckpt-pec-k-snapshot", "1")
+    assert run.reports[-1]["iteration"] == 18
+    assert all(report["lm_loss"] < 20 for report in run.reports)
+
+
+@pytest.mark.ci
+def test_saves_resume_to_the_bit(engine_world: World, corpus: str, tmp_path: Path) -> None:
+    """Core's own load casts columns from what rows have kept."""
+    once, again = tmp_path / "once", tmp_path / "again"
+
+    def train(folder: Path, *more: str) -> None:
+        folder.mkdir(exist_ok=True)
+        argv = flags(corpus, PAIR, *MXFP8, *OVERLAP, "--save", str(folder), "--save-interval", "3", *more)
+        outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.digested, str(folder))])
+        assert set(outcome.codes) == {0}, outcome.said
+
+    train(once)
+    again.mkdir()
+    (once / "iter_0000003").rename(again / "iter_0000003")
+    (again / "latest_checkpointed_iteration.txt").write_text("3")
+    train(again, "--load", str(again))
+    assert states(again, PAIR.ranks) == states(once, PAIR.ranks)
+
+
+@pytest.mark.ci
+def test_attention_in_eight_bits_keeps_scales_whatever_the_recipe_and_they_come_back(
+    engine_world: World,
+    corpus: str,
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = (*ENGINE, "--fp8-format", "hybrid", *TENSORWISE)
+    (tmp_path / "examined").mkdir()
+    for facts in examined(engine_world, corpus, tmp_path / "examined", model, *ATTENTION):
+        assert facts["scales"], "attention keeps none"
+        assert all(".core_attention." in name for name in facts["scales"])
+        assert facts["restored"] == []
+        assert ".core_attention" in facts["missing"]["scaling_fwd.amax_history"]
+    runs = {}
+    for name, faults in (("undisturbed", ()), ("killed", ("1@8:forward-backward",))):
+        (tmp_path / name).mkdir()
+        case = Case(PAIR, model, faults=faults)
+        runs[name] = killed(engine_cluster, case, tmp_path / name, "full", hooked=ATTENTION)
+    assert not differences(runs["killed"], runs["undisturbed"], PAIR.ranks)
