@@ -50,7 +50,8 @@ def refusals(args: Any) -> Iterator[str]:
         if in_fp8:
             yield "--fp8-main-params has an effect only with --use-precision-aware-optimizer"
         return
-    if args.transformer_impl != "transformer_engine":
+    # Under --optimizer-cpu-offload core steps with Adams of torch, on the host.
+    if args.transformer_impl != "transformer_engine" and not args.optimizer_cpu_offload:
         yield (
             "--use-precision-aware-optimizer needs Transformer Engine, whose FusedAdam it is: give --transformer-impl"
             " transformer_engine"

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_optimizers
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.core.dist_checkpointing.moe.stock.flags import refusals
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -84,14 +85,18 @@ def built(args: Namespace) -> list[torch.nn.Module]:
 
 @pytest.mark.parametrize(
     ("build", "name"),
-    [(offloaded, "HybridDeviceOptimizer"), (layer_wise, "Lion"), (lion_and_adam, "Lion")],
+    [
+        (offloaded, "an optimizer on the host without --use-precision-aware-optimizer"),
+        (layer_wise, "the optimizer Lion"),
+        (lion_and_adam, "the optimizer Lion"),
+    ],
 )
 def test_their_state_is_refused_by_the_name_of_the_optimizer(
     build: Callable[[list[torch.nn.Parameter]], Any], name: str
 ) -> None:
     chunks = built(judged(MODEL.split(), 1))
     optimizer = build(list(chunks[0].parameters()))
-    with pytest.raises(UsageError, match=f"cannot be protected with the optimizer {name}: use --moe-ckpt-strategy"):
+    with pytest.raises(UsageError, match=f"cannot be protected with {name}: use --moe-ckpt-strategy"):
         list(state_tensors(chunks, optimizer, read_topology(8)))
 
 
@@ -100,7 +105,10 @@ def test_their_state_is_refused_by_the_name_of_the_optimizer(
     [
         ({"optimizer": "lion"}, "--optimizer lion does not go with --moe-ckpt-strategy full"),
         ({"optimizer": "sgd"}, "--optimizer sgd does not go with"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload does not go with"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            "--optimizer-offload-fraction 0.5 does not go with",
+        ),
     ],
 )
 def test_flags_of_megatron_lm_that_build_them_are_refused_before_that(flag: dict[str, Any], said: str) -> None:
@@ -108,6 +116,26 @@ def test_flags_of_megatron_lm_that_build_them_are_refused_before_that(flag: dict
     (line,) = refusals(config, Namespace(**flag))
     assert line.startswith(said)
     assert list(refusals(config, Namespace(optimizer="adam", optimizer_cpu_offload=False))) == []
+
+
+def test_an_optimizer_on_the_host_is_refused_where_iterations_run_again() -> None:
+    flags_given = Namespace(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    assert list(refusals(MoECheckpointConfig(strategy="full"), flags_given)) == []
+    (line,) = refusals(MoECheckpointConfig(strategy="sparse"), flags_given)
+    assert line.startswith("--optimizer-cpu-offload does not go with --moe-ckpt-strategy sparse: ")
+
+
+def test_an_adam_on_the_device_beside_one_on_the_host_is_refused() -> None:
+    class FusedAdam(torch.optim.SGD):
+        """As Transformer Engine's, which counts steps in its groups."""
+
+    member = offloaded([torch.nn.Parameter(torch.ones(2))])
+    member.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    member.buffers = []
+    assert list(unsupported_optimizers(member)) == []
+    member.optimizer.gpu_optimizer = FusedAdam([torch.nn.Parameter(torch.ones(2))])
+    (reason,) = unsupported_optimizers(member)
+    assert reason == "the optimizer FusedAdam beside one on the host (use --optimizer-offload-fraction 1.0)"
 
 
 @pytest.mark.parametrize(

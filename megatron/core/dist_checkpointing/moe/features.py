@@ -314,6 +314,12 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "`--optimizer-cpu-offload`",
+        Works(f"{_STOCK}offloading.py::test_a_killed_job_whose_optimizer_is_on_the_host_ends_as_the_undisturbed_one"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
         "CUDA graphs of whole iterations, of layers and of modules",
         Untested("`full`; `pec` and `selective` where no router is captured; it has not run on a GPU"),
         Untested("as in Megatron-LM's loop"),

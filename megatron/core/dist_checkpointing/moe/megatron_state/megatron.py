@@ -3,10 +3,10 @@
 Enumerated are, each tensor once: what every inner optimizer steps (compute weights, master weights, moments, step
 counts), parameters that no optimizer was given (frozen ones), and buffers of routers. Checked against Megatron-Core
 0.19.2: `DistributedOptimizer`, `Float16OptimizerWithFloat16Params` and `FP32Optimizer`, alone or chained, over torch's
-Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own; the
-second also over Muon, alone or in core's layer-wise optimizer. The
-views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and step counts;
-then the state has to be enumerated anew. `completeness.py` judges what this file finds.
+Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own, and
+over Adams of torch on the host (`HybridDeviceOptimizer`); the second also over Muon, alone or in core's layer-wise
+optimizer. The views stay valid while training goes on, until `load_state_dict` of an optimizer replaces its moments and
+step counts; then the state has to be enumerated anew. `completeness.py` judges what this file finds.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -175,7 +176,11 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     Takes what `state_tensors` takes: optimizers alone or chained, distributed or not.
     """
     for member in optimizer_members(optimizer):
-        if isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if isinstance(member.optimizer, HybridDeviceOptimizer):
+            for adam in member.optimizer.sub_optimizers:
+                allocate_adam(adam)
+            member.optimizer._sync_sub_optimizers_state_to_hdo()
+        elif isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):
             allocate_adam(member.optimizer)
         elif member.config.use_precision_aware_optimizer:
             _allocate_precision_aware(member.optimizer)
@@ -352,8 +357,21 @@ def unsupported_optimizers(optimizer: MegatronOptimizer) -> Iterator[str]:
     """
     for member in optimizer_members(optimizer):
         inner = type(member.optimizer)
-        # Masters and moments of one that offloads are copies in the host's memory, which it swaps in its step.
-        if not any(base.__name__ in _KNOWN for base in inner.__mro__):
+        if isinstance(member.optimizer, HybridDeviceOptimizer):
+            yield from _unsupported_offloading(member)
+        elif not any(base.__name__ in _KNOWN for base in inner.__mro__):
             yield f"the optimizer {inner.__name__}"
         if type(member) not in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer):
             yield f"the optimizer {type(member).__name__}"
+
+
+def _unsupported_offloading(member: MegatronOptimizer) -> Iterator[str]:
+    """Masters and moments lie on the host, in the state of an Adam of torch for each parameter, and stay there. What
+    lies on the device beside them may count steps in groups that are nobody's but its own."""
+    if not holds_masters(member):
+        yield "an optimizer on the host without --use-precision-aware-optimizer"
+    for inner in member.optimizer.sub_optimizers:
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            yield f"the optimizer {type(inner).__name__} beside one on the host (use --optimizer-offload-fraction 1.0)"
+    if _left_to_fused(member):
+        yield "eight-bit weights whose masters lie on the host"

@@ -118,6 +118,11 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
     yield from _unfit_graphs(config, args)
     yield from _unfit_precision(config, args)
+    if getattr(args, "optimizer_cpu_offload", False) and args.optimizer_offload_fraction < 1:
+        yield (
+            f"--optimizer-offload-fraction {args.optimizer_offload_fraction} does not go with --moe-ckpt-strategy"
+            f" {config.strategy}: what stays on the device counts its steps where no snapshot has them; use 1.0"
+        )
     yield from unfit_expert_saves(args, config.strategy)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
@@ -194,7 +199,6 @@ _ALWAYS: tuple[_Rule, ...] = (
     ),
     ("fp8_quantizer_factory", bool, "what quantizers of its own keep is not known; leave it out"),
     ("fp4_quantizer_factory", bool, "what quantizers of its own keep is not known; leave it out"),
-    ("optimizer_cpu_offload", bool, "its state is swapped with the host's memory in the step, beside any copy"),
     ("use_megatron_fsdp", bool, _SHARDED),
     ("use_custom_fsdp", bool, _SHARDED),
     ("use_torch_fsdp2", bool, _SHARDED),
@@ -220,6 +224,7 @@ _REPEATING_ALONE: tuple[_Rule, ...] = (
 _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
+    ("optimizer_cpu_offload", bool, "operators of an optimizer on the host cannot be frozen; use full or pec"),
     ("optimizer", lambda kind: kind == "muon", "its steps with frozen operators are not exact; use full or pec"),
     (
         "cuda_graph_impl",
