@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.dist_checkpointing.moe import wait_for_rank
@@ -89,9 +90,27 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tupl
     if has_data(get_attr_wrapped_model(model, "vp_stage")):
         found = next(batches)
         batch |= {name: found[name].cuda(non_blocking=True) for name in BATCH if found.get(name) is not None}
+    batch = on_this_context_rank(batch)
     options = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], **options)
     return output, partial(loss_func, batch["loss_mask"])
+
+
+def on_this_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """What of each sequence this rank of context parallelism computes: a stretch from its front and one from its back.
+
+    Cut as attention in core expects it. Core's own function takes other arguments from release to release.
+    """
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+
+    def own(name: str, whole: torch.Tensor) -> torch.Tensor:
+        axis = 2 if name == "attention_mask" else 1  # queries are cut, keys are not
+        stretches = whole.chunk(2 * ranks, dim=axis)
+        return torch.cat((stretches[rank], stretches[-1 - rank]), dim=axis)
+
+    if ranks == 1:
+        return batch
+    return {name: None if whole is None else own(name, whole) for name, whole in batch.items()}
 
 
 def loss_func(

@@ -9,7 +9,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from world import Outcome, Running
+from context_hooks import gathered_context
+from world import Hook, Outcome, Running
 
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.digest import digest_components
@@ -29,6 +30,8 @@ class Layout:
     ranks: int = 4
     vpp: int | None = None
     experts: int | None = 4
+    cp: int = 1
+    etp: int | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -36,10 +39,14 @@ class Layout:
         flags = [part for name, size in sizes.items() for part in (f"--{name}-model-parallel-size", str(size))]
         if self.tp > 1:
             flags.append("--sequence-parallel")
+        if self.cp > 1:
+            flags += ["--context-parallel-size", str(self.cp)]
+        if self.etp is not None:
+            flags += ["--expert-tensor-parallel-size", str(self.etp)]
         if self.vpp is not None:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         layers = max(2, self.pp * (self.vpp or 1))
-        batch = self.microbatches * self.ranks // (self.tp * self.pp)
+        batch = self.microbatches * self.ranks // (self.tp * self.pp * self.cp)
         if self.experts is not None:
             flags += [*_EXPERTS.split(), "--num-experts", str(self.experts)]
         return (*flags, "--num-layers", str(layers), "--global-batch-size", str(batch))
@@ -51,7 +58,13 @@ class Layout:
 
     def __str__(self) -> str:
         chunks = "" if self.vpp is None else f"-vpp{self.vpp}"
-        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}{chunks}-on-{self.ranks}"
+        more = f"{f'-cp{self.cp}' if self.cp > 1 else ''}{f'-etp{self.etp}' if self.etp else ''}"
+        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}{chunks}{more}-on-{self.ranks}"
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """What each worker needs for it."""
+        return (gathered_context,) if self.cp > 1 else ()
 
 
 # Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.

@@ -58,6 +58,9 @@ TIED = Source(Layout(tp=1, pp=2, ep=2), ("--bf16",))
 WIDE = Source(Layout(tp=2, pp=2, ep=1), ("--bf16",))
 DEEP = Source(Layout(tp=1, pp=4, ep=2, ranks=8), UNTIED)
 VIRTUAL = Source(Layout(tp=1, pp=2, ep=4, ranks=8, vpp=2), ("--bf16", *BIAS))
+CONTEXT = Source(Layout(tp=1, pp=2, ep=2, cp=2), UNTIED)
+CUT = Source(Layout(tp=2, pp=1, ep=2, etp=1), ("--bf16", *UNTIED))
+CUT_EXPERTS = Source(Layout(tp=1, pp=1, ep=2, etp=2), UNTIED)
 PLAIN = Source(Layout(tp=2, pp=1, ep=2), ("--bf16", *UNTIED), distributed=False)
 
 CHANGES = [
@@ -73,6 +76,10 @@ CHANGES = [
     (VIRTUAL, Layout(tp=1, pp=2, ep=2, ranks=4), True),
     (VIRTUAL, Layout(tp=2, pp=2, ep=2, ranks=8), True),
     (VIRTUAL, Layout(tp=1, pp=4, ep=1, ranks=4), True),
+    (CONTEXT, Layout(tp=2, pp=1, ep=2), True),
+    (TIED, Layout(tp=1, pp=1, ep=2, cp=2), True),
+    (CUT, Layout(tp=1, pp=1, ep=2, etp=2), True),
+    (CUT_EXPERTS, Layout(tp=2, pp=2, ep=1), True),
     (PLAIN, Layout(tp=1, pp=2, ep=4, ranks=8), True),
     (PLAIN, Layout(tp=4, pp=1, ep=1), False),
     (PLAIN, Layout(tp=1, pp=1, ep=1, ranks=3), False),
@@ -106,7 +113,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
                 folder,
             ]
             flags += ["--moe-ckpt-memory-dir", folder]
-            train(source.layout, *flags, distributed=source.distributed)
+            train(source.layout, *flags, hooks=source.layout.hooks, distributed=source.distributed)
         return done[source]
 
     return run
@@ -172,7 +179,7 @@ def test_every_bit_comes_back_under_another_layout(
         "--save",
         tmp_path / "save",
     ]
-    outcome = train(layout, *flags, distributed=distributed)
+    outcome = train(layout, *flags, hooks=layout.hooks, distributed=distributed)
     assert any("resharding: iteration 3 from layout" in line for line in outcome.lines), outcome.said
     if distributed is source.distributed:
         assert_same_state(folder, tmp_path / "save")

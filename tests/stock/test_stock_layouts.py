@@ -1,0 +1,40 @@
+"""Context parallelism, and experts that tensor parallelism cuts otherwise than the rest: killed and brought back."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from context_hooks import gathered_context
+from stock_jobs import Shape
+
+KILLED = -signal.SIGKILL
+FULL = ("--moe-ckpt-strategy", "full")
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+CONTEXT = Shape(
+    ranks=4, pp=2, ep=2, more=("--context-parallel-size", "2", "--global-batch-size", "3"), hooks=(gathered_context,)
+)
+"""The experts of a stage are shared out over its ranks of context parallelism."""
+EXPERTS_CUT = Shape(ranks=4, pp=1, ep=2, more=("--expert-tensor-parallel-size", "2"))
+"""Attention is whole on each rank. That attention is cut and experts are not, `TENSOR_PARALLEL` has."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "protection", "fault"),
+    [
+        pytest.param(CONTEXT, SPARSE, "3@5:step", id="context-sparse", marks=pytest.mark.ci),
+        pytest.param(CONTEXT, FULL, "2@4:forward-backward", id="context-full", marks=pytest.mark.full),
+        pytest.param(EXPERTS_CUT, SPARSE, "1@5:step", id="experts-cut-sparse", marks=pytest.mark.ci),
+        pytest.param(EXPERTS_CUT, FULL, "3@4:forward-backward", id="experts-cut-full", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_job_of_this_layout_ends_as_the_undisturbed_one(
+    new_job, undisturbed, shape: Shape, protection: tuple[str, ...], fault: str
+) -> None:
+    job = new_job(shape)
+    job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
+    outcome = job.run(*protection, "--moe-ckpt-inject-fault", fault)
+    assert job.records() == undisturbed(shape)
+    if shape is CONTEXT and protection == SPARSE:
+        assert any("local rollback" in line for line in outcome.lines), outcome.said
+        assert [rank for rank in range(4) if len(set(job.ran(rank))) < len(job.ran(rank))] == [2, 3]
