@@ -38,8 +38,8 @@ HEADING = f"""# Recipes of Megatron-Bridge
 
 Made by `python tools/recipe_coverage.py`. The settings of each MoE pretraining recipe of Megatron-Bridge {VERSION} are
 judged by the refusals of this project, as flags of Megatron-LM's loop. **In place** is `full` with survivors that keep
-their processes. **Local recovery** is `sparse` with several pipeline stages. In Bridge's own loop `full` and `pec` run,
-without processes that stay.
+their processes, as far as [a flex dispatcher lets them](stock_loop.md#ranks-that-stay). **Local recovery** is `sparse`
+with several pipeline stages. In Bridge's own loop `full` and `pec` run, without processes that stay.
 
 Not part of the verdict: `sparse` on GPUs also takes [deterministic settings](gpu.md), which a job adds to a recipe.
 No recipe was run at its size. What the hub's configurations add is written down in `tools/recipe_settings.py`.
@@ -113,7 +113,7 @@ def reasons() -> Iterator[str]:
 def short(reason: str) -> str:
     """Without what differs from recipe to recipe, and without what to use instead."""
     named = re.sub(r" does not go with --moe-ckpt-strategy \w+", "", reason).partition(": ")[0]
-    return re.sub(r"^(--\S+) [\d.]+$", r"\1", named)
+    return re.sub(r"^(--\S+) [\d.]+$", r"\1", re.sub(r" over \d+ ranks$", " over more than 8 ranks", named))
 
 
 def by_model() -> Iterator[str]:

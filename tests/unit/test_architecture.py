@@ -93,7 +93,8 @@ ROWS = {
         f"{VALUES} extensions strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
-        "errors core_versions device_threads megatron_state replay replication runtime standby", "megatron.core torch"
+        "errors core_versions device_threads megatron_state replay replication runtime standby types",
+        "megatron.core torch",
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.preconditions": Row("config contradictions errors features runtime", "megatron.core torch"),

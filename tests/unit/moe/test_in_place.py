@@ -305,15 +305,6 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     assert not kept.has_left
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("cuda_graph_impl", "local"), ("tp_comm_overlap", True), ("moe_token_dispatcher_type", "flex")],
-)
-def test_a_model_with_connections_that_cannot_be_exchanged_is_named(flag: str, value: object) -> None:
-    assert process_restart.needs_fresh_process(SimpleNamespace(**{flag: value}))
-    assert process_restart.needs_fresh_process(SimpleNamespace()) is None
-
-
 def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_goes_on() -> None:
     slot = SimpleNamespace(keeps=True, is_called_off=False)
     waits, struck, went_on = threading.Event(), threading.Event(), threading.Event()

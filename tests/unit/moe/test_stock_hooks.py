@@ -14,6 +14,7 @@ from stock_stand_in import Manager, Optimizer, arguments, one_rank, stand_in
 
 from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.in_place.connected_resources import release
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
 
@@ -42,6 +43,9 @@ def test_a_checkpoint_and_an_evaluation_come_before_the_snapshot() -> None:
     assert said.split("step_done")[2].startswith(" log evaluation passes callbacks save saved after_step reported")
 
 
+CAPTURED, REPLAYED = (ITERATION.replace("passes", one) for one in ("[ passes ] replay", "replay"))
+
+
 def test_passes_that_are_run_again_are_protected_again() -> None:
     said = train(arguments(train_iters=1), reruns=(1,))
     assert said == f"begin data rejoin ( passes ) {ITERATION} finish"
@@ -58,6 +62,9 @@ class Graph:
 
     def replay(self) -> None:
         Optimizer.calls.append("replay")
+
+    def reset(self) -> None:
+        Optimizer.calls.append("reset")
 
 
 @contextlib.contextmanager
@@ -84,9 +91,16 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("graphs")
 def test_a_graph_of_whole_iterations_has_passes_in_it_and_no_call_of_protection() -> None:
     said = train(arguments(cuda_graph_impl="full_iteration"))
-    captured = ITERATION.replace("passes", "[ passes ] replay")
-    replayed = ITERATION.replace("passes", "replay")
-    assert said == f"begin data rejoin {ITERATION} {captured} {replayed} finish"
+    assert said == f"begin data rejoin {ITERATION} {CAPTURED} {REPLAYED} finish"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_process_that_stays_captures_whole_iterations_again_together_with_a_new_one() -> None:
+    """A new process runs its first iteration eagerly, and captures the second behind a barrier of all ranks."""
+    in_new_process = train(arguments(cuda_graph_impl="full_iteration"))
+    release([])
+    assert Optimizer.calls.pop() == "reset"
+    assert train(arguments(cuda_graph_impl="full_iteration")) == in_new_process
 
 
 def test_an_iteration_without_a_step_is_not_protected() -> None:

@@ -30,13 +30,14 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from ..core_versions.training import as_in_new_process, uses_cuda_graphs
+from ..core_versions.training import as_in_new_process
 from ..device_threads import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..runtime.peer_links import is_lost_peer
 from ..standby.slot import WorkerSlot, own_slot
 from .building import own_build
+from .connected_resources import release, unreleasable
 from .process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class InProcessRestart:
         _clear_frames(error)
         as_in_new_process(self._chunks, self._optimizer)
         forget_reductions(self._chunks)
+        release(self._chunks)
         # Last: from here on no collective works, until all ranks have connected again.
         lost = ProcessGroups.taken_down()
         # A fault while all connected again: what refers to groups still refers to those before.
@@ -133,14 +135,11 @@ def _has_to_end(error: BaseException, chunks: Sequence[torch.nn.Module]) -> str 
 
 
 def needs_fresh_process(config: Any) -> str | None:
-    """Flags of a model that keeps connections where nobody can exchange them."""
-    if uses_cuda_graphs(config):
-        return "CUDA graphs have communication of the lost connections in them"
-    if getattr(config, "tp_comm_overlap", False):
-        return "--tp-comm-overlap keeps buffers of the lost connections"
-    if getattr(config, "moe_token_dispatcher_type", "") == "flex":
-        return "--moe-token-dispatcher-type flex keeps buffers of the lost connections"
-    return None
+    """Why a process with this model has to end with a fault; None where it can stay.
+
+    config: core's configuration of the model, or Megatron-LM's arguments.
+    """
+    return "; ".join(unreleasable(config)) or None
 
 
 def _device_answers() -> bool:

@@ -45,6 +45,7 @@ from ..runtime.peer_links import is_lost_peer
 from ..runtime.process_info import ProcessInfo, slot_of
 from ..runtime.silent_ranks import report_silence
 from ..standby.heartbeat import own_heartbeat
+from ..strategies import STRATEGIES
 from . import dense, flags
 from .deferred_saves import DeferredSaves, SuppressedEffects
 from .dense import StockSaves, newest_checkpoint, written_folder
@@ -148,7 +149,7 @@ class Hooks:
         self._config, self._flags = config, shaping_flags(args)
         place = ProcessInfo.from_environment()
         if config.strategy != "none" and place.job_id:  # others are named when all ranks have met
-            refuse_another_model(slot_of(config, place), self._flags)
+            refuse_another_model(slot_of(config, place), self._flags, replays=STRATEGIES[config.strategy].replays)
         # Asks behind each iteration whether nodes wait to join.
         self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
         self._saves = None if config.strategy == "none" else StockSaves(args, config.secret_file)

@@ -72,9 +72,11 @@ def refuse_other_flags(recorded: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 _OF_STATE = ("num_layers", "hidden_size", "num_experts", "mtp_num_layers", "mtp_use_repeated_layer", "optimizer")
 """What decides which tensors a state has: that of another model or optimizer fits none of them."""
+_OF_ORDER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"
+"""What decides in which order tokens are added up: a replay with another dispatcher comes to other bits."""
 
 
-def refuse_another_model(slot: Path, given: Mapping[str, Any]) -> None:
+def refuse_another_model(slot: Path, given: Mapping[str, Any], *, replays: bool) -> None:
     """Before the model is built: the state that this job left is of this model and this optimizer.
 
     Training would begin from iteration 0 otherwise, for no tensor is found. Says nothing where nothing can be read yet,
@@ -83,6 +85,7 @@ def refuse_another_model(slot: Path, given: Mapping[str, Any]) -> None:
     Args:
         slot: The folder of this rank's snapshots in memory, there or not.
         given: The flags of this run, of `shaping_flags`.
+        replays: Whether iterations have to be run again behind that state.
 
     Raises:
         UsageError: Names the flags that differ.
@@ -94,7 +97,7 @@ def refuse_another_model(slot: Path, given: Mapping[str, Any]) -> None:
     except (MoECheckpointError, KeyError, ValueError):
         return
     flags = recorded.get("flags") if isinstance(recorded, Mapping) else None
-    if isinstance(flags, Mapping) and (changed := changed_flags(flags, given, _OF_STATE)):
+    if isinstance(flags, Mapping) and (changed := changed_flags(flags, given, _OF_STATE + _OF_ORDER * replays)):
         told = "; ".join(f"{flag} was {was} and is {now}" for flag, was, now in changed)
         raise UsageError(
             f"{told}, but {slot} has the state of this job as it was: start with the flags of before, or under another"

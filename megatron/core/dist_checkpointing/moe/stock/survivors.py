@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # Jobs in the stock loop whose processes cannot outlive a fault of others: all start anew, from standbys.
 
-RELEASES = ("0.19",)
+RELEASES = ("0.17", "0.18", "0.19")
 """Of Megatron-Core, with which processes were seen to stay: what its loop keeps differs between releases."""
 
 _HELD = "holds process groups of the lost connections"
@@ -189,6 +189,7 @@ def _become(old: Any, new: Any) -> None:
 
 _INITIALIZE = "megatron.training.initialize"
 _CONNECTS = "_initialize_distributed"
+_OVERLAPS = "_initialize_tp_communicators"
 _TOLD = "moe-ckpt-stock-data"
 _TIMEOUT_S = 600.0
 
@@ -213,6 +214,7 @@ class Survivors:
         self._loop, self._version, self._start = loop, version, start
         self._build = contextlib.ExitStack()
         self._connect: Callable[[], object] | None = None
+        self._overlap: Callable[[], object] | None = None
         self._kept: InProcessRestart | None = None
         self._globals: KeptGlobals | None = None
         self._data = KeptData(loop)
@@ -225,8 +227,8 @@ class Survivors:
         if self._start is not None and not dist.is_initialized():
             self._start()
         initialize = importlib.import_module(_INITIALIZE)
-        original = getattr(initialize, _CONNECTS, None)
-        if original is None:  # a release that is not known
+        original, overlap = (getattr(initialize, name, None) for name in (_CONNECTS, _OVERLAPS))
+        if original is None or overlap is None:  # a release that is not known
             yield
             return
 
@@ -237,7 +239,13 @@ class Survivors:
             connect()
             self._connected(connect, by_others=by_others)
 
-        with self._build, replaced(initialize, **{_CONNECTS: connecting}):
+        def overlapping() -> None:
+            self._build.close()  # survivors make these buffers, too: nothing is answered
+            overlap()
+            self._overlap = overlap
+            self._begin_building()
+
+        with self._build, replaced(initialize, **{_CONNECTS: connecting, _OVERLAPS: overlapping}):
             yield
 
     @contextlib.contextmanager
@@ -291,6 +299,9 @@ class Survivors:
             self._start()
         self._connect()
         own_build().connected()
+        # Behind that, as new processes do once they know of survivors: a collective.
+        if self._overlap is not None:
+            self._overlap()
 
     def renew_data(self) -> None:
         """Let data iterators read on from where training was brought back to."""
