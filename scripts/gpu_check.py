@@ -64,7 +64,13 @@ PARTS = {
     "ranks": CheckPart(("test_nccl_ranks.py",), ("nccl",), 1 << 30),
     "model": CheckPart(("test_cuda_model.py",), (), 45 << 30),
     "jobs": CheckPart(
-        ("test_cuda_session.py -k not engine", "test_cuda_training.py", "test_cuda_transport.py"), (), 1 << 30
+        (
+            "test_cuda_session.py -k not engine",
+            "test_cuda_training.py",
+            "test_cuda_transport.py test_cuda_graphs_released.py",
+        ),
+        (),
+        1 << 30,
     ),
 }
 """What is run by which name, in the order of a check without `--part`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,20 @@ from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import Part, expert, full_plan
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.pretrain.testing import cpu_device
+from megatron.pretrain.testing import cpu_device, te_on_cpu
 
 SIZES = (1031, 4, 65536 + 7)
 OPERATORS = tuple(expert(0, index) for index in range(len(SIZES)))
 OWNER, PEER = 0, 1
 WEIGHTS_BYTES = 4 * sum(SIZES)
+
+
+def is_found() -> bool:
+    try:
+        te_on_cpu.find()
+    except te_on_cpu.MissingWheel:
+        return False
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +55,16 @@ def on_cpu() -> Iterator[None]:
 class Trained:
     """Experts that torch's Adam trains, in two groups with settings of their own, and a counter that it does not."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+    def __init__(
+        self,
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         self.draw = torch.Generator().manual_seed(5)
-        self.weights = [torch.nn.Parameter(torch.randn(size, generator=self.draw)) for size in SIZES]
+        self.weights = [torch.nn.Parameter(torch.randn(size, generator=self.draw).to(dtype)) for size in SIZES]
         groups = [{"params": self.weights[:2], "weight_decay": 0.1}, {"params": self.weights[2:], "eps": 1e-6}]
-        self.adam = kind(groups, lr=1e-3, **options)  # type: ignore[call-arg]
+        self.adam = kind(groups, lr=1e-3, **options)
         self.optimizer = FP32Optimizer(self.adam, OptimizerConfig(), lambda optimizer, config=None: None)
         self.counter = torch.zeros(3)
         allocate_optimizer_state(self.optimizer)
@@ -56,7 +72,8 @@ class Trained:
             Shard(GlobalName(one, f"{one.expert}.weight"), 0, size, size)
             for one, size in zip(OPERATORS, SIZES, strict=True)
         ]
-        stepped = [SteppedTensor(*pair, torch.float32) for pair in zip(shards, self.weights, strict=True)]
+        self.stepped = list(zip(shards, self.weights, strict=True))
+        stepped = [SteppedTensor(*pair, torch.float32) for pair in self.stepped]
         self.steps = AdamSteps(self.optimizer, stepped)
         self.state = {"router/buffer": (None, self.counter)} | {
             shard.key(field): (shard.of.operator, tensor)
@@ -72,12 +89,19 @@ class Trained:
         self.counter += 1
         for group in self.adam.param_groups:
             group["lr"] = 1e-3 / iteration  # schedules go on in skipped iterations as well
-        for weight in self.weights:
-            weight.grad = torch.randn(weight.shape, generator=self.draw) * 10.0 ** (iteration % 7 - 3)
+        taken = [
+            self.take_gradient(one, torch.randn(one.shape, generator=self.draw) * 10.0 ** (iteration % 7 - 3))
+            for one in self.weights
+        ]
         if not skip:
             self.adam.step()
-        for weight in self.weights:
-            weight.grad.zero_()  # the next iteration's gradients come to the same memory
+        for gradient in taken:
+            gradient.zero_()  # the next iteration's gradients come to the same memory
+
+    def take_gradient(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Give the optimizer a gradient, in the memory that is returned."""
+        weight.grad = gradient
+        return gradient
 
     def bytes(self) -> dict[str, bytes]:
         return {key: tensor.detach().numpy().tobytes() for key, (_, tensor) in self.state.items()}
@@ -146,6 +170,18 @@ def test_after_sixty_steps_of_which_one_was_skipped_a_replica_by_gradients_has_e
     assert state_bytes >= 3 * WEIGHTS_BYTES
     assert sent[29] < 2000, "nothing but the counter and a header for a step that was skipped"
     assert all(WEIGHTS_BYTES < one < WEIGHTS_BYTES + 2000 for one in [*sent[1:29], *sent[30:]])
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not is_found(), reason="no wheel of Transformer Engine")
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "bf16"])
+def test_after_sixty_steps_of_transformer_engine_a_replica_by_gradients_has_every_bit(kind: str) -> None:
+    # In a process of its own: what loads Transformer Engine changes Megatron-Core.
+    here = Path(__file__).parent
+    path = os.pathsep.join([*map(str, sys.path), str(here)])
+    command = [sys.executable, "-W", "ignore", str(here / "following_engine.py"), kind]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert not ended.returncode, ended.stderr
 
 
 @pytest.fixture

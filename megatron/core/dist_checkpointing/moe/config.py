@@ -286,7 +286,7 @@ class MoECheckpointConfig:
     replicate: str = flag(
         "state",
         "full and selective: content of replicas. state: the bytes of the snapshot; gradients: gradients, from "
-        "which peers repeat the Adam step on the CPU; needs --moe-ckpt-interval 1",
+        "which peers repeat the Adam step; needs --moe-ckpt-interval 1",
         choices=("state", "gradients"),
     )
     shard: str = flag(

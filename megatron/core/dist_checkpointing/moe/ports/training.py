@@ -168,7 +168,8 @@ class SteppedShard:
     """What an optimizer steps as one tensor; all keys of records of its state begin with `prefix`, and a slash.
 
     group: of `RecordedStep.groups`, by whose settings it was stepped; None: it was not, and stays as it was. first:
-    where its gradient begins in `RecordedStep.gradients`, in elements. numel: elements of the weights.
+    where its gradient begins in `RecordedStep.gradients`, in bytes. numel: elements of the weights. dtype: of the
+    gradient, such as `bfloat16`.
     """
 
     prefix: str
@@ -176,20 +177,23 @@ class SteppedShard:
     group: int | None
     first: int
     numel: int
+    dtype: str
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
     """All that led from the state after an iteration to that after the next, where weights are stepped by Adam.
 
-    optimizer: the name of its class in torch.optim. groups: their settings. gradients: flat, float32, as the optimizer
-    read them: reduced, unscaled, clipped. They may be written to again once nothing refers to this.
+    optimizer: the name of its class in torch.optim, or `FusedAdam`. groups: their settings. gradients: bytes, as the
+    optimizer read them: reduced, unscaled, clipped. They are there once `copied` has returned, and may be written to
+    again once nothing refers to this.
     """
 
     optimizer: str
     groups: tuple[Mapping[str, Json], ...]
     shards: tuple[SteppedShard, ...] = field(repr=False)
     gradients: memoryview = field(repr=False)
+    copied: Callable[[], None] = field(repr=False)
 
 
 class StepRecorder(Protocol):

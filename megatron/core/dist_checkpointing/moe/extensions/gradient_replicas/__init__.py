@@ -20,8 +20,7 @@ class GradientReplicas(Extension):
     def chosen(self) -> None:
         session = self.session
         if session.job.replicas:
-            checked = session.training.optimizer, session.state.live.stepped
-            raise_on_all_ranks(session.control, lambda: check_repeatable(*checked))
+            raise_on_all_ranks(session.control, lambda: check_repeatable(session.training.optimizer))
         elif session.control.rank == 0:
             log.warning("--moe-ckpt-replicate gradients has no effect: no replicas are kept")
 

@@ -1,13 +1,15 @@
 """The steps of this rank's optimizer as its peers can repeat them: gradients and settings, as Adam reads them.
 
-Taken from hooks of torch's optimizers, which run after unscaling and clipping and before the schedule goes on, and not
-at all in a step that is skipped. Copied there and then: the next iteration clears the gradients.
+Taken from hooks of torch's optimizers, of which Transformer Engine's `FusedAdam` is one. They run after unscaling and
+clipping and before the schedule goes on, and not at all in a step that is skipped. Gradients are copied there, in the
+dtype that the optimizer reads: the next iteration clears them. From a GPU the copy is launched, and waited for by
+whoever sends it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,47 +17,50 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from ...errors import UsageError
-from ...megatron_state.optimizer_state import SteppedTensor, optimizer_members
+from ...megatron_state.optimizer_state import MASTER_OF_FUSED, SteppedTensor, optimizer_members
+from ...megatron_state.quantization import is_quantized
 from ...ports import Json, RecordedStep, SteppedShard
+from .recomputation import FUSED_ADAM, aligned
 
 MOST_BUFFERS = 3
 """Of how many steps gradients are kept at once: as many as snapshots that may be on their way to peers."""
 
-_KINDS = (torch.optim.Adam, torch.optim.AdamW)
+_TORCH = (torch.optim.Adam, torch.optim.AdamW)
+_FUSED = "transformer_engine"
 _FLAG = "--moe-ckpt-replicate gradients"
 
 
-def check_repeatable(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor]) -> None:
-    """Refuse an optimizer of which a peer could not repeat a step to the bit.
-
-    Args:
-        optimizer: The optimizer of this rank.
-        stepped: The tensors that it steps.
+def check_repeatable(optimizer: MegatronOptimizer) -> None:
+    """Refuse an optimizer of which a peer could not repeat a step to the bit. optimizer: of this rank.
 
     Raises:
-        UsageError: It is no Adam of torch, or steps in another dtype than fp32 or on a GPU.
+        UsageError: It is neither Adam of torch nor `FusedAdam`, or keeps state that a step reads with a scale.
     """
     for member in optimizer_members(optimizer):
         inner = member.optimizer
+        is_fused = type(inner).__name__ == FUSED_ADAM and type(inner).__module__.startswith(_FUSED)
         name = f"{type(inner).__module__}.{type(inner).__name__}"
-        if type(inner) not in _KINDS:
-            raise UsageError(
-                f"{_FLAG} cannot follow {name}: peers repeat steps of torch.optim.Adam and AdamW on their CPUs; use"
-                " --moe-ckpt-replicate state"
+        if type(inner) not in _TORCH and not is_fused:
+            raise _unfollowed(
+                f"{name}: peers repeat steps of torch.optim.Adam and AdamW and of {_FUSED}'s {FUSED_ADAM}"
             )
-        for state in inner.state.values():
-            for field, value in state.items():
-                if value.dtype is not torch.float32 or value.is_cuda:
-                    raise UsageError(
-                        f"{_FLAG} cannot follow an optimizer with {field} in {value.dtype} on {value.device}: peers"
-                        " repeat steps in fp32 on their CPUs; use --moe-ckpt-replicate state"
-                    )
-    for one in stepped:
-        if one.main.dtype is not torch.float32 or one.main.is_cuda:
-            raise UsageError(
-                f"{_FLAG} cannot follow master weights in {one.main.dtype} on {one.main.device}: peers repeat steps in"
-                " fp32 on their CPUs; use --moe-ckpt-replicate state"
-            )
+        if getattr(inner, "capturable", False):
+            raise _unfollowed(f"{name} with capturable, whose settings are on the device")
+        for main, state in inner.state.items():
+            for field, value in {**state, "master weights": state.get(MASTER_OF_FUSED, main)}.items():
+                if is_quantized(value) or value.dtype is not torch.float32:
+                    raise _unfollowed(f"an optimizer with {field} in {value.dtype}: peers repeat steps in fp32")
+                if value.is_cuda and not is_fused:
+                    raise _unfollowed(f"{name} on {value.device}: peers repeat its steps on their CPUs")
+            if is_quantized(main):
+                raise _unfollowed("weights in eight bits, which the step casts")
+        for group in inner.param_groups if is_fused else ():
+            if len({parameter.dtype for parameter in group["params"]}) > 1:
+                raise _unfollowed(f"{name} with weights of several dtypes in a group")
+
+
+def _unfollowed(what: str) -> UsageError:
+    return UsageError(f"{_FLAG} cannot follow {what}; use --moe-ckpt-replicate state")
 
 
 class AdamSteps:
@@ -70,12 +75,13 @@ class AdamSteps:
     """
 
     def __init__(self, optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor]) -> None:
-        check_repeatable(optimizer, stepped)
+        check_repeatable(optimizer)
         self._places: dict[int, tuple[SteppedTensor, int]] = {}
-        self._numel = 0
+        self._nbytes = 0
         for one in stepped:
-            self._places[id(one.main)] = (one, self._numel)
-            self._numel += one.main.numel()
+            self._places[id(one.main)] = (one, self._nbytes)
+            self._nbytes += aligned(one.main.numel() * one.gradient_dtype.itemsize)
+        self._on_gpu = any(one.main.is_cuda for one in stepped)
         self._free: list[torch.Tensor] = []
         self._made = 0
         inner = [member.optimizer for member in optimizer_members(optimizer)]
@@ -86,7 +92,7 @@ class AdamSteps:
     @property
     def most_bytes(self) -> int:
         """What gradients take of the memory of this process at most."""
-        return MOST_BUFFERS * 4 * self._numel
+        return MOST_BUFFERS * self._nbytes
 
     def close(self) -> None:
         """Record nothing any more."""
@@ -97,17 +103,21 @@ class AdamSteps:
     def take(self) -> RecordedStep | None:
         """As `ports.StepRecorder.take`."""
         buffer, groups, group_of, complete = self._buffer, tuple(self._groups), self._group_of, self._complete
+        copied = _noticed() if self._on_gpu and buffer is not None else _nothing
         self._begin()
         if not complete:
             if buffer is not None:
                 self._free.append(buffer)
             return None
         shards = tuple(
-            SteppedShard(_prefix_of(one), one.shard.of.operator, group_of.get(key), first, one.main.numel())
+            SteppedShard(
+                _prefix_of(one), one.shard.of.operator, group_of.get(key), first, one.main.numel(),
+                str(one.gradient_dtype).removeprefix("torch."),
+            )
             for key, (one, first) in self._places.items()
-        )
+        )  # fmt: skip
         memory = memoryview(buffer.numpy()) if buffer is not None else memoryview(b"")
-        step = RecordedStep(self._kind, groups, shards, memory)
+        step = RecordedStep(self._kind, groups, shards, memory, copied)
         if buffer is not None:
             weakref.finalize(step, self._free.append, buffer).atexit = False
         return step
@@ -129,20 +139,50 @@ class AdamSteps:
         assert self._buffer is not None
         for group in inner.param_groups:
             self._groups.append({name: _plain(group[name]) for name in inner.defaults if name in group})
+            if self._kind == FUSED_ADAM:
+                self._groups[-1] |= _of_fused(inner, group)
             for main in group["params"]:
                 one, first = self._places[id(main)]
                 if one.gradient is not None:
-                    self._buffer[first : first + main.numel()].copy_(one.gradient.detach().view(-1))
+                    if one.gradient.dtype is not one.gradient_dtype:
+                        self._complete = False
+                        return
+                    nbytes = main.numel() * one.gradient_dtype.itemsize
+                    place = self._buffer[first : first + nbytes].view(one.gradient_dtype)
+                    # On the stream of the step: behind what clips, and before what clears.
+                    place.copy_(one.gradient.detach().view(-1), non_blocking=self._on_gpu)
                     self._group_of[id(main)] = len(self._groups) - 1
 
     def _has_buffer(self) -> bool:
         if not self._free:
             if self._made == MOST_BUFFERS:
                 return False
-            self._free.append(torch.empty(self._numel, dtype=torch.float32))
+            self._free.append(torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._on_gpu))
             self._made += 1
         self._buffer = self._free.pop()
         return True
+
+
+def _of_fused(fused: Any, group: dict[str, Any]) -> dict[str, Json]:
+    """What `FusedAdam` has beside the settings of a group: the steps that it counts there, and how it was made."""
+    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in group["params"][:1]]
+    return {
+        "step": int(group.get("step", 0)),
+        "adam_w_mode": bool(fused.adam_w_mode),
+        "use_decoupled_grad": bool(fused.use_decoupled_grad),
+        "weights": dtypes[0] if dtypes and fused.master_weights else None,
+    }
+
+
+def _noticed() -> Callable[[], None]:
+    """Waits until the device has done what it was given."""
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: event.synchronize()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _prefix_of(stepped: SteppedTensor) -> str:

@@ -1,18 +1,21 @@
 """A replica that follows its owner's optimizer: the step in place of the state (MOETION 5.2, Alg. 3).
 
 An owner sends the gradients and the settings of its step, and what else has changed; a peer that has the snapshot of
-the iteration before takes the same step with the same function of torch, on its CPU and beside its own training. On
-CPUs of one kind Adam gives the same bits for each element however tensors are cut and whatever the number of threads;
-whether it did is seen from the owner's checksums.
+the iteration before takes the same step with the same function, beside its own training: of torch on its CPU, where
+the owner trains on one, else with the same kernel on its GPU, one shard after the other, on a stream of its own. On
+processors of one kind Adam gives the same bits for each element however tensors are cut and whatever the number of
+threads; whether it did is seen from the owner's checksums.
 
-    step = header length | header: JSON | gradients, float32, in the order of the header | all other records, in order
+    step = header length | header: JSON | gradients, in the order of the header | all other records, in order
 
-The header has the optimizer, the settings of its groups, and for each shard what the keys of its records begin with and
-its group (null: it was not stepped). Records of these shards are made from those before; all others are in the step.
+The header has the optimizer, the settings of its groups, and for each shard what the keys of its records begin with,
+its group (null: it was not stepped) and the dtype of its gradient. Records of these shards are made from those before;
+all others are in the step.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 from collections.abc import Collection, Mapping, Sequence
@@ -21,16 +24,29 @@ from typing import Any
 import torch
 
 from ...errors import UnreadableCheckpoint
-from ...ports import Manifest, MappedReader, Record, RecordedStep
+from ...megatron_state.optimizer_state import MASTER_OF_FUSED
+from ...ports import Manifest, MappedReader, Record, RecordedStep, SteppedShard
 
+FUSED_ADAM = "FusedAdam"
+"""Of Transformer Engine, imported where steps of it come."""
 OPTIMIZERS: Mapping[str, type[torch.optim.Adam]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-"""Whose steps can be repeated."""
+"""Of torch, whose steps can be repeated."""
 MASTER = "master"
 NOT_STEPPED = ("compute",)
 """Fields of a stepped shard that its step does not make."""
 
 _LENGTH = struct.Struct("<Q")
 _ALIGN_BYTES = 8
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a gradient of so many takes in a step."""
+    return nbytes + -nbytes % _ALIGN_BYTES
+
+
+def gradient_bytes(shard: SteppedShard) -> int:
+    """The bytes that the gradient of a shard takes in a step."""
+    return aligned(shard.numel * getattr(torch, shard.dtype).itemsize)
 
 
 def made_by_step(key: str, prefixes: Collection[str]) -> bool:
@@ -60,13 +76,13 @@ def encode(manifest: Manifest, raw: memoryview, step: RecordedStep, followed: Co
     header = {
         "optimizer": step.optimizer,
         "groups": [dict(group) for group in step.groups],
-        "shards": [[one.prefix, one.group] for one in shards],
+        "shards": [[one.prefix, one.group, one.dtype] for one in shards],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
-    gradients = step.gradients.cast("B")
+    step.copied()
     prefixes = {one.prefix for one in shards}
-    parts = [gradients[4 * one.first : 4 * (one.first + one.numel)] for one in shards if one.group is not None]
+    parts = [step.gradients[one.first : one.first + gradient_bytes(one)] for one in shards if one.group is not None]
     parts += [raw[one.offset : one.offset + one.nbytes] for one in _others(manifest, prefixes)]
     return memoryview(b"".join((_LENGTH.pack(len(text)), text, *parts)))
 
@@ -85,7 +101,7 @@ def follow(step: bytearray, base: MappedReader, manifest: Manifest, into: memory
     """
     try:
         _follow(memoryview(step), base, manifest, into)
-    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
         raise UnreadableCheckpoint(f"the step to the {manifest.snapshot} cannot be followed: {error}") from None
 
 
@@ -93,7 +109,7 @@ def _follow(step: memoryview, base: MappedReader, manifest: Manifest, into: memo
     (length,) = _LENGTH.unpack_from(step)
     at = _LENGTH.size + length
     header = json.loads(bytes(step[_LENGTH.size : at]))
-    groups: dict[str, int | None] = {prefix: group for prefix, group in header["shards"]}
+    groups: dict[str, int | None] = {prefix: group for prefix, group, _ in header["shards"]}
     before, known = base.raw(), base.manifest.by_key
     tensors: dict[str, dict[str, torch.Tensor]] = {prefix: {} for prefix in groups}
     for record in manifest.records:
@@ -103,11 +119,12 @@ def _follow(step: memoryview, base: MappedReader, manifest: Manifest, into: memo
             if groups[prefix] is not None:
                 tensors[prefix][field] = _tensor(into, record)
     gradients: dict[str, torch.Tensor] = {}
-    for prefix, group in groups.items():
+    for prefix, group, dtype in header["shards"]:
         if group is not None:
-            master = tensors[prefix][MASTER]
-            gradients[prefix] = torch.frombuffer(step, dtype=torch.float32, count=master.numel(), offset=at)
-            at += gradients[prefix].nbytes
+            numel, read = tensors[prefix][MASTER].numel(), getattr(torch, dtype)
+            empty = torch.empty(0, dtype=read)
+            gradients[prefix] = torch.frombuffer(step, dtype=read, count=numel, offset=at) if numel else empty
+            at += aligned(gradients[prefix].nbytes)
     for record in _others(manifest, groups):
         into[record.offset : record.offset + record.nbytes] = step[at : at + record.nbytes]
         at += record.nbytes
@@ -115,26 +132,27 @@ def _follow(step: memoryview, base: MappedReader, manifest: Manifest, into: memo
         raise ValueError(f"it has {step.nbytes} bytes in place of {at}")
     for index, settings in enumerate(header["groups"]):
         chosen = [prefix for prefix, group in groups.items() if group == index]
-        if chosen:
-            _take(OPTIMIZERS[header["optimizer"]], settings, [tensors[one] for one in chosen],
-                  [gradients[one] for one in chosen])  # fmt: skip
+        stepped = [(tensors[one], gradients[one]) for one in chosen]
+        if stepped and header["optimizer"] == FUSED_ADAM:
+            _take_fused(settings, stepped)
+        elif stepped:
+            _take(OPTIMIZERS[header["optimizer"]], settings, stepped)
+
+
+Stepped = Sequence[tuple[dict[str, torch.Tensor], torch.Tensor]]
+"""Of each shard its masters and moments, in memory of the snapshot, and its gradient."""
 
 
 @torch.no_grad()
-def _take(
-    kind: type[torch.optim.Adam],
-    settings: Mapping[str, Any],
-    tensors: Sequence[dict[str, torch.Tensor]],
-    gradients: Sequence[torch.Tensor],
-) -> None:
+def _take(kind: type[torch.optim.Adam], settings: Mapping[str, Any], stepped: Stepped) -> None:
     """The step of one group, in place."""
-    masters = [each.pop(MASTER) for each in tensors]
+    masters = [state.pop(MASTER) for state, _ in stepped]
     adam = kind(masters)
     group = adam.param_groups[0]
     for name, value in settings.items():
         if name in adam.defaults:
             group[name] = tuple(value) if isinstance(value, list) else value
-    for master, state, gradient in zip(masters, tensors, gradients, strict=True):
+    for master, (state, gradient) in zip(masters, stepped, strict=True):
         master.grad = gradient
         adam.state[master] = {field: one.view(()) if field == "step" else one for field, one in state.items()}
     adam.step()
@@ -144,6 +162,34 @@ def _take(
         master.grad = None
         master.set_(torch.empty(0))
     group["params"].clear()
+
+
+@torch.no_grad()
+def _take_fused(settings: Mapping[str, Any], stepped: Stepped) -> None:
+    """As `_take`, with Transformer Engine's kernel on this rank's GPU: what it takes there is one shard at a time."""
+    weights, decoupled = settings["weights"], settings["use_decoupled_grad"]
+    fused = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam(
+        [torch.nn.Parameter(torch.empty(0, device="cuda"))],
+        adam_w_mode=settings["adam_w_mode"], master_weights=weights is not None, use_decoupled_grad=decoupled,
+    )  # fmt: skip
+    (group,) = fused.param_groups
+    # Not training's stream: neither waits for the other. What is copied from and to it waits in this thread.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for state, gradient in stepped:
+            on_device = {field: one.to("cuda", copy=True) for field, one in state.items()}
+            master = on_device.pop(MASTER)
+            # Where the kernel steps masters it casts them to weights, which go by themselves.
+            cast = None if weights is None else torch.empty_like(master, dtype=getattr(torch, weights))
+            parameter = torch.nn.Parameter(master if cast is None else cast)
+            setattr(parameter, "decoupled_grad" if decoupled else "grad", gradient.to("cuda"))
+            group["params"] = [parameter]
+            fused.state[parameter] = on_device if cast is None else on_device | {MASTER_OF_FUSED: master}
+            for name in (*fused.defaults, "step"):
+                group[name] = tuple(settings[name]) if isinstance(settings[name], list) else settings[name]
+            fused.step()
+            for field, one in {**on_device, MASTER: master}.items():
+                state[field].copy_(one)
+            fused.state.clear()
 
 
 def _others(manifest: Manifest, prefixes: Collection[str]) -> list[Record]:

@@ -10,14 +10,13 @@ from ...ports import Manifest, MappedReader, RecordedStep
 from ...replication.round import Exchange
 from ...strategies import Piece
 from ...types import OperatorId
-from .recomputation import encode, follow, made_by_step
+from .recomputation import encode, follow, gradient_bytes, made_by_step
 from .transfer import TransferChoice, TransferCost, transfer
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 3
 """So many exchanges in a row in which peers got other bits, and state is sent from then on."""
-_GRADIENT_BYTES = 4
 
 
 class StepOffers:
@@ -99,5 +98,5 @@ def step_costs(manifest: Manifest, step: RecordedStep) -> Mapping[OperatorId, Tr
         if record.operator is not None and made_by_step(record.key, prefixes):
             made[record.operator] += record.nbytes
     for one in step.shards:
-        sent[one.operator] += _GRADIENT_BYTES * one.numel if one.group is not None else 0
+        sent[one.operator] += gradient_bytes(one) if one.group is not None else 0
     return {operator: TransferCost(nbytes, sent[operator]) for operator, nbytes in made.items()}
