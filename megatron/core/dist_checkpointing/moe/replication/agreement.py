@@ -160,7 +160,7 @@ class ConnectionEpochs:
         self._number = 0
 
     def meet(self, timeout_s: float) -> int:
-        """Wait until all ranks are here. Raises PeerSilent for those that did not come; they may be met later."""
+        """Wait until all ranks are here. Raises PeerSilent for ranks that did not come; they may be met later."""
         deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
         longest_s = max(LONGEST_PAUSE_S, self._world_size / _ASKED_PER_S)
         self._enter()

@@ -1,7 +1,7 @@
 """Names the ranks that others have waited for in vain, since when, and what comes next.
 
 A wait that ends by its timeout knows the rank at the other end of one connection, which may itself wait for a third
-one. So each rank that is about to leave because of others says so in the store of this start; those that say nothing
+one. So each rank that is about to leave because of others says so in the store of this start; ranks that say nothing
 are stopped, or in a call that does not return. The first rank whose wait timed out asks, and reports them in one line.
 """
 
@@ -32,6 +32,8 @@ _STORE_S = 5.0
 """How long the store may take to answer; its node may be the one that is lost."""
 _MARK_S = 0.5
 """How long a rank that only marks itself stays for that."""
+_TRIES = 2
+"""The launcher may have this process close all its connections meanwhile."""
 _PAUSE_S = 0.05
 _TIMED_OUT = ("imed out", "timeout")
 _REPORTED = set[str]()
@@ -124,7 +126,7 @@ def next_step(environment: Mapping[str, str], *, keeps: bool) -> str:
 
 
 def report_silence(error: BaseException) -> None:
-    """This rank leaves because of others: let them know that it runs, and name those that do not answer, if it was a
+    """This rank leaves because of others: let them know that it runs, and name ranks that do not answer, if it was a
     wait that timed out. Once in each start; does nothing for other errors.
 
     Args:
@@ -145,16 +147,20 @@ def report_silence(error: BaseException) -> None:
 
 def _reported(start: ThisStart, error: BaseException, asks: bool, keeps: bool) -> None:
     waited_s, named = own_heartbeat().stood_s, error.ranks if isinstance(error, PeerSilent) else ()
-    missing = named
-    with suppress(RuntimeError):  # without the store each rank has its own error only
-        patience = timedelta(seconds=_STORE_S)
-        store = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False, timeout=patience)
-        call = RollCall(PrefixStore(f"moe-ckpt-silent-{start.number}", store), start.world_size)
-        call.answer(start.rank)
-        if not asks or not call.is_first():
-            return
-        missing = named or call.missing(ANSWER_S)
-    if asks:
+    missing, is_first = named or None, asks  # without the store each rank reports what it knows
+    is_known = False
+    for _ in range(_TRIES):
+        with suppress(RuntimeError):
+            patience = timedelta(seconds=_STORE_S)
+            store = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False, timeout=patience)
+            call = RollCall(PrefixStore(f"moe-ckpt-silent-{start.number}", store), start.world_size)
+            call.answer(start.rank)
+            if not is_known:
+                is_first, is_known = asks and call.is_first(), True
+            if is_first:
+                missing = named or call.missing(ANSWER_S)
+            break
+    if is_first and missing is not None:
         log.error("%s", sentence(missing, waited_s, _place(error), next_step(os.environ, keeps=keeps)))
 
 

@@ -123,7 +123,9 @@ class Heartbeat:
         return time.monotonic() - self._moved_s
 
     def _say(self, doing: Activity) -> None:
-        self._doing, self._moved_s = doing, time.monotonic()
+        self._doing = doing
+        if doing not in (Activity.LEFT, Activity.LOST_A_PEER):
+            self._moved_s = time.monotonic()
         if self._memory is not None:
             self._memory[: _LAYOUT.size] = self._packed(doing)
 
