@@ -23,8 +23,16 @@ from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, stop_waiting
+from megatron.core.dist_checkpointing.moe.runtime.silent_ranks import is_silence
 from megatron.core.dist_checkpointing.moe.runtime.termination import SignalBytes
-from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted, MainThread, TerminationRequested, Watcher
+from megatron.core.dist_checkpointing.moe.runtime.watcher import (
+    Interrupted,
+    MainThread,
+    Stalled,
+    TerminationRequested,
+    Watcher,
+    watched_start,
+)
 
 PATIENCE_S, LONG_S = 0.2, 20.0
 
@@ -359,3 +367,20 @@ def test_a_thread_that_asks_where_it_is_keeps_nothing_of_its_callers(ask: Callab
         assert caller()() is None
     finally:
         gc.enable()
+
+
+def test_before_a_session_watches_a_wait_that_takes_too_long_ends_as_a_silence() -> None:
+    call = Call()
+    with pytest.raises(Stalled) as raised, watched_start(0, 0.4, call.release):
+        call.enter()
+    assert is_silence(raised.value)
+
+
+def test_a_start_that_moves_is_left_alone() -> None:
+    hung_up: list[int] = []
+    with watched_start(0, 0.4, lambda: hung_up.append(1)):
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            time.sleep(0.01)
+            sum(range(1000))
+    assert not hung_up

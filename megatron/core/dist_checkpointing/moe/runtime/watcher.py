@@ -16,6 +16,7 @@ The main thread then leaves as for any error: it hangs up, parks, and ends. Each
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -24,10 +25,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import CodeType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from ..device_threads import device_thread
 from ..errors import PeerLost, PeerSilent, Terminated
@@ -255,6 +256,52 @@ class Watcher:
         if not self._left.wait(LEAVING_S):
             where = self._main.where
             log.error("rank %d: the main thread is still blocked in %s after %g s", self._rank, where, LEAVING_S)
+
+
+class _NoSession:
+    """Nothing is protected yet."""
+
+    def interrupt(self, *, force: bool) -> bool:
+        return True
+
+
+class _NoLinks:
+    """No rank is linked yet: only a wait that takes too long tells of a lost one."""
+
+    sockets: Mapping[Any, int] = {}
+
+    def hang_up(self) -> None:
+        """Nobody hears of it by links."""
+
+    end = forget = hang_up
+
+
+@contextlib.contextmanager
+def watched_start(rank: int, stall_s: float, hang_up: Callable[[], object] = close_connections) -> Iterator[None]:
+    """A block on the main thread, from where ranks are connected until a `Watcher` of their session begins.
+
+    With NCCL nobody else ends a wait there: torch's watchdog is told to leave errors alone (`nccl_settings`).
+
+    Args:
+        rank: This rank.
+        stall_s: How long the main thread may stay in one place.
+        hang_up: As of `Watcher`.
+    """
+    watcher = Watcher(
+        rank,
+        _NoSession(),
+        cast("PeerLinks", _NoLinks()),
+        lambda: False,
+        0.0,
+        hang_up=hang_up,
+        stall_s=stall_s,
+        is_in_iteration=lambda: True,
+    )
+    watcher.start()
+    try:
+        yield
+    finally:
+        watcher.stop(is_good=True)
 
 
 def stood_down(watcher: Watcher | None) -> Cause | None:

@@ -27,6 +27,9 @@ from ..in_place.building import own_build, rehearsed
 from ..in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from ..recovery.timeline import Milestone, Timestamps
 from ..replay.patches import replaced
+from ..runtime.nccl_settings import process_group_backend
+from ..runtime.opening import RECOVERY_PATIENCE
+from ..runtime.watcher import watched_start
 from ..standby.slot import own_slot
 from . import flags
 from .seams import Call, release_of
@@ -218,7 +221,7 @@ class Survivors:
         self._kept: InProcessRestart | None = None
         self._globals: KeptGlobals | None = None
         self._data = KeptData(loop)
-        self.marks = _marks(stayed=False)
+        self.marks, self._watched = _marks(stayed=False), contextlib.ExitStack()
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -245,7 +248,7 @@ class Survivors:
             self._overlap = overlap
             self._begin_building()
 
-        with self._build, replaced(initialize, **{_CONNECTS: connecting, _OVERLAPS: overlapping}):
+        with self._build, self._watched, replaced(initialize, **{_CONNECTS: connecting, _OVERLAPS: overlapping}):
             yield
 
     @contextlib.contextmanager
@@ -254,7 +257,10 @@ class Survivors:
         self._build.close()
         if self._globals is None and self._connect is not None:
             self._globals = KeptGlobals(self._loop, chunks)
-        yield
+        try:
+            yield
+        finally:
+            self._watched.close()  # the session has a watcher of its own by now
         if self._kept is None:
             self._begin_building()
 
@@ -288,6 +294,7 @@ class Survivors:
         assert self._globals is not None
         self.marks = _marks(stayed=True)
         unless_called_off(self._connect_again, own_slot())
+        self._watch()
         self.marks.mark(Milestone.RENDEZVOUS)
         _get_default_store().set(_TOLD, json.dumps(self._data.facts()))
         self._kept.connected()
@@ -319,6 +326,7 @@ class Survivors:
             return  # said where the model is built
         if config.strategy == "none":
             return
+        self._watch()
         reason = why_not(args, self._version, is_started_by_script=by_others)
         if reason is not None:
             if own_slot().may_stay and dist.get_rank() == 0:
@@ -328,6 +336,12 @@ class Survivors:
         self.marks.mark(Milestone.RENDEZVOUS)
         self._connect = connect
         self._begin_building()
+
+    def _watch(self) -> None:
+        """Until the session watches: a rank that is stopped before keeps others in collectives of NCCL for ever."""
+        if "nccl" in process_group_backend():
+            stall_s = RECOVERY_PATIENCE * flags.read(self._loop.get_args()).timeout_s
+            self._watched.enter_context(watched_start(dist.get_rank(), stall_s))
 
     def _begin_building(self) -> None:
         if self._connect is None:
