@@ -6,6 +6,7 @@ pid, the addresses of its weights, and how often its state was filled from a sna
 rank leaves `process-RANK-PID`. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
 before it connects. At $STOPS it is stopped in place of killed, and collectives wait no longer than $GROUP_TIMEOUT_S.
+Each rank notes in `replays-RANK` the iterations that it runs again, each of which takes $REPLAY_S more.
 With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node along, and what it has
 in that folder.
 """
@@ -180,7 +181,11 @@ def instrument_manager(kind: Any) -> None:
         return done
 
     def after(manager: Any, *arguments: Any, **options: Any) -> Any:
-        replayed, done = manager.is_replaying, after_step(manager, *arguments, **options)
+        if replayed := manager.is_replaying:
+            with (FOLDER / f"replays-{os.environ['RANK']}").open("a") as file:
+                file.write(f"{manager.iteration}\n")
+            time.sleep(float(os.environ.get("REPLAY_S", "0")))
+        done = after_step(manager, *arguments, **options)
         if replayed:
             strike("replay")
         return done

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, attempt
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
+from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState
 from megatron.core.dist_checkpointing.moe.recovery.recovery import (
     Recovery,
     RecoveryOutcome,
@@ -65,7 +66,8 @@ def shards(rank: int) -> dict[OperatorId, int]:
 
 @dataclass
 class Seen:
-    """What happened in the recoveries of a job: by start, what each rank did. refused: starts at which too many copies
+    """What happened in the recoveries of a job: by start, what each rank did. iterations: each one that a rank ran
+    again. refused: starts at which too many copies
     proved damaged."""
 
     outcomes: list[tuple[int, int, RecoveryOutcome]] = field(default_factory=list)
@@ -75,6 +77,7 @@ class Seen:
     anew: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     parked: list[tuple[int, int, int | None, str]] = field(default_factory=list)
+    iterations: list[tuple[int, int, int]] = field(default_factory=list)
 
     def scopes(self) -> list[Scope]:
         """Of each recovery, in order."""
@@ -241,6 +244,7 @@ class StagedRank:
                 memory=ports.memory, persistent=None, transport=self._data, restorer=ports.restorer,
                 trainer=ports.trainer, clock=ports.clock,
                 execution=self._execution, make_room=self._make_room, standby=ports.standby, boundary=FakeFeed,
+                kept=ports.kept,
             ),
             self._identity,
             self._owners,
@@ -273,7 +277,7 @@ class StagedRank:
             if done.roll is not None:
                 self._roll(done)
         else:
-            self._replay(done)
+            self._replay(done, recovery)
         assert model.iteration == target
         self._stands(target, journal_of(self._rank, target))
         self._phase = StepPhase.REJOINING
@@ -289,8 +293,11 @@ class StagedRank:
         self._ports.trainer.restore_common(roll.trainer)
         self._seen.rolled.append((self._ports.start, self._rank))
 
-    def _replay(self, replay: Replay) -> None:
-        self._phase, model = StepPhase.REPLAYING, self._ports.model
+    def _replay(self, replay: Replay, recovery: Recovery) -> None:
+        self._phase, model, job = StepPhase.REPLAYING, self._ports.model, self._of.job
+        assert job is not None
+        if replay.alone:
+            job.finishing.add(self._rank)
         replay.begin()
         for iteration in replay.iterations:
             assert (replay.iteration, replay.journal.grad_norm) == (iteration, iteration / 8)
@@ -305,6 +312,12 @@ class StagedRank:
             replay.stepped(journal_of(self._rank, iteration))
             if logs_again:
                 self._logs.on_commit(iteration, recorded, self._ports.trainer.scalars(), None)
+            self._seen.iterations.append((self._ports.start, self._rank, iteration))
+            if replay.is_interrupted(job.is_called_off):
+                self._execution.thaw()
+                job.kept[self._rank] = model, KeptState(replay=recovery.interrupted(replay))
+                raise PeerLost("other stages lost a rank")
+        job.finishing.discard(self._rank)
         self._logs.drain(5.0)
         self._seen.replayed.append((self._ports.start, self._rank, replay.iterations))
 

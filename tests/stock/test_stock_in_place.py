@@ -144,6 +144,22 @@ def test_a_second_fault_at_any_point_of_the_recovery_costs_no_other_rank_its_pro
     assert job.records() == undisturbed(FOUR)
 
 
+@full
+@pytest.mark.parametrize(("first", "second"), [("0@5:step", "3@1:rejoin"), ("3@5:forward-backward", "0@1:rejoin")])
+def test_a_replay_goes_on_where_it_is_when_a_stage_apart_from_it_loses_a_rank(
+    first: str, second: str, new_job: NewJob, undisturbed: Undisturbed
+) -> None:
+    job = new_job(DEEP)
+    slots, said = struck(job, SPARSE, first, kills=second, REPLAY_S="2")
+    lost, other = int(first[0]), int(second[0])
+    assert survivors(slots, 4, 0, 2) == {0, 1, 2, 3} - {lost, other}
+    again = (slots / f"replays-{lost}").read_text().split()
+    assert len(again) > 1, "else nothing is left to do when the other stage loses its rank"
+    assert len(again) == len(set(again)), f"begun again: {again}"
+    assert f"replay: continued after iteration {again[0]}" in said, said
+    assert job.records() == undisturbed(DEEP)
+
+
 @pytest.mark.parametrize(
     ("stops", "faults", "place"),
     [
@@ -164,5 +180,6 @@ def test_a_rank_that_is_stopped_is_named_within_the_limit_of_the_wait_and_no_bit
     (line,) = (line for line in said.splitlines() if "peer failure: no answer from" in line)
     assert "no answer from rank 1: waited in " in line, line
     assert place in line, line
+    assert int(line.partition("no progress for ")[2].partition(" s;")[0]) >= 9, "the limits are 10 s and more"
     assert "next: the launcher replaces ranks that end or do not answer by standbys or new processes" in line, line
     assert job.records() == undisturbed(STAGES)

@@ -162,11 +162,13 @@ class StandbyAgent(VerdictAgent):
         for process in staying.values():
             if not process.has_left:
                 process.call_off()
-        until = time.monotonic() + ANSWER_S
-        while any(not one.has_left and one.exit_code is None for one in staying.values()):
-            if time.monotonic() > until:
-                late = [str(one.pid) for one in staying.values() if not one.has_left and one.exit_code is None]
-                log.warning("process %s did not answer in %g s: its rank is reassigned", ", ".join(late), ANSWER_S)
+        called_s = time.monotonic()
+        while late := [one for one in staying.values() if not one.has_left and one.exit_code is None]:
+            # One that runs iterations again ends the one that it is in, which would be lost otherwise.
+            wait_s = ANSWER_S + max(one.finish_s for one in late)
+            if time.monotonic() > called_s + wait_s:
+                pids = ", ".join(str(one.pid) for one in late)
+                log.warning("process %s did not answer in %g s: its rank is reassigned", pids, wait_s)
                 break
             time.sleep(POLL_S)
             self._hear()

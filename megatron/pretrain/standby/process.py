@@ -34,6 +34,7 @@ class SlotProcess:
         takes_slots: Its script knows of slots.
         will_copy: It has said that it can be copied for each slot once it is ready.
         copies: It is ready, and can be copied.
+        finish_s: For how long it goes on with an iteration that it runs again, now that it was called off.
         problem: Why it cannot be assigned; empty if it can.
     """
 
@@ -42,6 +43,7 @@ class SlotProcess:
         self.pid = process.pid
         self.is_ready = self.is_training = self.takes_slots = self.stays = self.has_left = False
         self.will_copy = self.copies = False
+        self.finish_s = 0.0
         self.problem = ""
 
     @classmethod
@@ -109,11 +111,12 @@ class SlotProcess:
         self.has_left = self.has_left or "left" in message
         self.will_copy = self.will_copy or message.get("will_copy", False)
         self.copies = self.copies or message.get("copies", False)
+        self.finish_s = message.get("finishes", self.finish_s)
 
     def sit(self, environment: Mapping[str, str]) -> None:
         """Tell it its rank; it starts training. Its end, if it has ended, is seen by `exit_code`."""
         self.hurry()
-        self.has_left = self.is_training = False
+        self.has_left, self.is_training, self.finish_s = False, False, 0.0
         self._say({"slot": dict(environment)})
 
     def call_off(self) -> None:

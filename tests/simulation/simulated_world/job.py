@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
+from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .lanes import FakeClock, FakeLane
@@ -24,7 +25,7 @@ class RankPorts:
     """What one process of a rank works with. `memory` is its own tier, `standby` lies beside it, `persistent` is shared
     by all ranks.
 
-    start: how often the job was started before, from 0.
+    start: how often the job was started before, from 0. kept: what the live state of a process that stays is already.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankPorts:
     clock: FakeClock
     network: Network
     timeout_s: float
+    kept: KeptState
 
     def lane(self, name: str) -> FakeLane:
         """A new lane of this rank."""
@@ -77,7 +79,8 @@ class SimulatedJob:
     in a start, counted from 0, so that ranks may move; empty is node 0 for all. wipe: a killed rank takes its node
     along: all ranks of it, and their memory. notice_s: the others go on for up to this long, by the seed. network:
     makes that of one start. max_starts: more of them fail. store_fails: by rank and whether it is persistent, see
-    FakeStore. All times are virtual.
+    FakeStore. All times are virtual. is_called_off: whether the launcher has noticed a loss; ranks that are `finishing`
+    then have `finish_s` to come to an end, and what they leave in `kept` they have in the next start.
     """
 
     world: World
@@ -96,6 +99,10 @@ class SimulatedJob:
     standbys: dict[tuple[int, int], Memory] = field(default_factory=dict)
     models: dict[int, FakeModel] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
+    finish_s: float = 60.0
+    is_called_off: bool = False
+    finishing: set[int] = field(default_factory=set)
+    kept: dict[int, tuple[FakeModel, KeptState]] = field(default_factory=dict)
 
     def node_of(self, rank: int) -> int:
         """The node of a rank in the start that runs, or comes next."""
@@ -132,6 +139,7 @@ class SimulatedJob:
         for rank in range(self.world_size):
             self.world.revive(rank)
         network = self.network(self.world, self.world_size)
+        self.is_called_off, self.finishing = False, set()
         ended: set[int] = set()
         errors: dict[int, Exception] = {}
         killed: list[int] = []
@@ -168,13 +176,18 @@ class SimulatedJob:
             self.memory_of(rank).wipe()
             self.standby_of(rank).wipe()
         self.world.sleep(self.world.random.random() * self.notice_s)
+        self.is_called_off = True
+        self.world.wait("waits for replays", lambda: all(map(self.world.is_dead, self.finishing)), self.finish_s)
         for rank in ranks:
             self.world.kill(rank)
+        for rank in self.kept.keys() - errors.keys():
+            del self.kept[rank]
         return [rank for rank in first if rank not in errors]
 
     def _ports(self, rank: int, network: Network) -> RankPorts:
         world = self.world
-        model = self.models[rank] = FakeModel(world, rank, self.shards(rank))
+        model, kept = self.kept.pop(rank, (FakeModel(world, rank, self.shards(rank)), KeptState()))
+        self.models[rank] = model
 
         return RankPorts(
             rank=rank,
@@ -198,6 +211,7 @@ class SimulatedJob:
             clock=FakeClock(world),
             network=network,
             timeout_s=self.timeout_s,
+            kept=kept,
         )
 
     def _fails(self, rank: int, *, persistent: bool) -> Callable[[int, str], bool] | None:

@@ -165,10 +165,11 @@ class FakeRestorer:
         self._written |= self._fresh
         return copied_bytes
 
-    def keep(self) -> None:
+    def keep(self, frozen: Collection[OperatorId] = ()) -> None:
         """As `ports.Restorer.keep`."""
         self._world.event("keep")
-        self._written = set(self._model.tensors)
+        tensors = self._model.tensors.values()
+        self._written = {one.key for one in tensors if one.field.operator not in frozen or one.serves(Part.COMPUTE)}
 
     def refresh(self) -> None:
         """As `ports.Restorer.refresh`, on this rank alone."""

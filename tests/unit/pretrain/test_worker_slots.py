@@ -260,6 +260,21 @@ def test_a_rank_that_waits_for_others_hangs_up_when_its_launcher_calls_it_off(
     assert not slot.is_called_off
 
 
+def test_a_rank_that_runs_iterations_again_says_so_and_keeps_its_connections_until_it_is_done_with_one(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, launcher, hung_up = kept_slot(ends, monkeypatch)
+    slot.finishes_first(True)
+    launcher.send({"leave": True})
+    assert [*launcher.receive(5.0), *launcher.receive(5.0)] == [{"stays": True}, {"finishes": slot_module.FINISH_S}]
+    assert slot.is_called_off
+    assert not hung_up
+    slot.finishes_first(False)
+    launcher.send({"slot": {"RANK": "1"}})
+    slot.leave(5.0)
+    assert hung_up == ["all"]
+
+
 def test_a_slot_that_is_called_off_before_it_is_taken_is_given_back_for_the_next(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:

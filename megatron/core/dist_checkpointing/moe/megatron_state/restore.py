@@ -96,9 +96,11 @@ class LiveRestorer:
                 self._fresh_masters |= operators
         return copied_bytes
 
-    def keep(self) -> None:
+    def keep(self, frozen: Collection[OperatorId] = ()) -> None:
         """As `ports.Restorer.keep`."""
-        self._written = {state.key for state in self._begin()}
+        held_back = frozenset(frozen)
+        whole = (state for state in self._begin() if state.operator not in held_back or state.serves(Part.COMPUTE))
+        self._written = {state.key for state in whole}
 
     def has_restored(self, key: str) -> bool:
         """Whether a record was restored since the last `poison`."""

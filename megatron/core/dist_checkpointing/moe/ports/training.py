@@ -119,8 +119,9 @@ class Restorer(Protocol):
             UnreadableCheckpoint: A record has a wrong size.
         """
 
-    def keep(self) -> None:
-        """Instead of `poison` and `restore`: live state is what they would make it already."""
+    def keep(self, frozen: Collection[OperatorId] = ()) -> None:
+        """Instead of `poison` and `restore`: live state is what they would make it already, of `frozen` operators the
+        compute weights only."""
 
     def refresh(self) -> None:
         """Make the compute weights whole after a `restore` of some operators' full state and the others' compute

@@ -1,18 +1,42 @@
 """The state that a process kept through the loss of others: parked, and still in its tensors as it was parked.
 
-Whoever recovers from that very snapshot has nothing to copy back. It is noted where a process stays in its slot, and
-taken by the next session in it, which is the first that may change the state.
+Whoever recovers from that very snapshot has nothing to copy back. Or the state is that between two iterations of a
+replay, which continues from there where the next plan has the same replay (MoEvement App. A). It is noted where a
+process stays in its slot, and taken by the next session in it, which is the first that may change the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..policy.lineage import Lineage
 from ..ports import Json, Reader
-from ..types import PARKED
+from ..types import PARKED, ReplaySegment
+from .exactness import ComparedIterations
+
+
+@dataclass(frozen=True)
+class KeptReplay:
+    """A replay that a fault of other stages has interrupted between two iterations, on all its ranks at the same one.
+
+    Args:
+        segment: What is run again, by which stages, and what is frozen meanwhile.
+        timeline: Of the snapshots that it was begun from.
+        iteration: The last one that was run again, and the state after it loaded.
+        scalars: What the trainer has beside operators.
+        tensors: Its random states.
+        compared: As of `Replay`.
+    """
+
+    segment: ReplaySegment
+    timeline: Lineage
+    iteration: int
+    scalars: Mapping[str, Json]
+    tensors: Mapping[str, bytes]
+    compared: ComparedIterations
 
 
 @dataclass
@@ -22,10 +46,12 @@ class KeptState:
     Args:
         iteration: After which they are the state; None: of nothing that is known.
         timeline: What the manifest of the parked snapshot says of the attempts before it.
+        replay: How far a replay has brought them, in place of a snapshot.
     """
 
     iteration: int | None = None
     timeline: Json = None
+    replay: KeptReplay | None = None
 
     def is_that_of(self, readers: Iterable[Reader]) -> bool:
         """Whether all of these snapshots of this rank, and there are some, are the one that live tensors equal."""
@@ -38,7 +64,7 @@ class KeptState:
 
     def forget(self) -> None:
         """Something else is about to be written to them."""
-        self.iteration = self.timeline = None
+        self.iteration = self.timeline = self.replay = None
 
 
 _KEPT: WeakKeyDictionary[Any, KeptState] = WeakKeyDictionary()

@@ -34,12 +34,14 @@ from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_al
 from ..policy.tracking import RestoredState
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
+from ..replay.execution import SubsetGather
 from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import CONSTANT, GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
 from .exactness import ComparedIterations, Divergence, exactness, from_values, to_values
 from .inventory import Catalogue, CopyLocation
+from .kept_state import KeptReplay
 from .local_inventory import LocalInventory, by_window
 from .restoring import RecoveryPorts, RestoreTask, absent
 from .sources import (
@@ -352,11 +354,46 @@ class Recovery:
         sources = needs(plan, usable.inventory(self._damaged), intact)
         states = with_trainer_states(sources, plan, intact, topology)
         needed = (*states, *logs_and_gradients(plan, intact, topology))
-        attempt = self._attempt = RestoreTask(self._ports, plan, needed, topology)
+        resumed = self._interrupted(plan)
+        attempt = self._attempt = RestoreTask(self._ports, plan, needed, topology, resumed)
         attempt.restore()
         self._late = attempt.late
         self._plan = self._resumed(plan, attempt, metadata)
         return self._left_to_do(plan, attempt, metadata)
+
+    def _interrupted(self, plan: RecoveryPlan) -> KeptReplay | None:
+        """The replay of this plan that all its ranks are in the middle of, at the same iteration; else it begins anew.
+
+        A collective over these ranks. Where other stages take part in it now the segment is another one.
+        """
+        topology, segment = self._job.topology, segment_of(plan, self._rank, self._job.topology)
+        if segment is None or not segment.replayed or len(segment.stages) == topology.pp:
+            return None
+        kept = self._ports.kept.replay
+        if kept is not None and (kept.segment, kept.timeline) != (segment, self._timeline):
+            kept = None
+        members = SubsetGather(self._ports.transport, ranks_of(segment, topology), "say how far a replay has come")
+        found = members.gather(kept.iteration if kept is not None else None)
+        if kept is None or any(other != kept.iteration for other in found):
+            return None
+        if self._rank == min(members.members):
+            log.info("replay: continued after iteration %d; no earlier one is run again", kept.iteration)
+        return kept
+
+    def interrupted(self, replay: Replay) -> KeptReplay:
+        """What this rank keeps of a replay that ends between two iterations.
+
+        Args:
+            replay: Of the plan that was carried out.
+        """
+        assert self._plan is not None
+        segment = segment_of(self._plan, self._rank, self._job.topology)
+        assert segment is not None
+        trainer = self._ports.trainer
+        tensors = {name: bytes(data) for name, data in trainer.tensors().items()}
+        return KeptReplay(
+            segment, self._timeline, replay.iteration - 1, trainer.scalars(), tensors, dict(replay.compared)
+        )
 
     def _resumed(self, plan: RecoveryPlan, attempt: RestoreTask, metadata: GatheredMetadata) -> RecoveryPlan:
         """Take up what the strategy knew at the target, once all else is restored. Raises RefusedCopies."""

@@ -53,7 +53,7 @@ from ..types import (
 from ..types.operators import scaled
 from .exactness import DivergenceNotes
 from .inventory import CopyLocation, SnapshotEntry
-from .kept_state import KeptState
+from .kept_state import KeptReplay, KeptState
 from .sources import GatheredMetadata, RefusedCopies, SnapshotRequest, StepOutcome
 from .timeline import Milestone, Timestamps
 
@@ -237,13 +237,19 @@ class _MeasuredReads:
 class RestoreTask:
     """The snapshots that this rank needs for one plan; they stay open, so that their bytes stay, until `close`.
 
-    Sequence: `restore`, then `replay` where iterations are run again. Both raise RefusedCopies.
+    Sequence: `restore`, then `replay` where iterations are run again. Both raise RefusedCopies. resumed: the replay
+    that live state is in the middle of, and that is continued; then nothing is restored.
     """
 
     def __init__(
-        self, ports: RecoveryPorts, plan: RecoveryPlan, needed: Sequence[SnapshotRequest], topology: Topology
+        self,
+        ports: RecoveryPorts,
+        plan: RecoveryPlan,
+        needed: Sequence[SnapshotRequest],
+        topology: Topology,
+        resumed: KeptReplay | None = None,
     ) -> None:
-        self._ports, self._plan, self._topology = ports, plan, topology
+        self._ports, self._plan, self._topology, self._resumed = ports, plan, topology, resumed
         self._rank = ports.transport.rank
         self._base = base_for(plan, self._rank, topology)
         self._open = ExitStack()
@@ -270,6 +276,9 @@ class RestoreTask:
     def restore(self) -> None:
         """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it; where
         it is that of the base already, nothing is copied."""
+        if self._resumed is not None:
+            self._go_on(self._resumed)
+            return
         wanted = [one for one in self._held if one[0].parts and one[0].found.snapshot.iteration <= self._base]
         if self._ports.kept.is_that_of(reader for _, reader in wanted):
             self._ports.restorer.keep()
@@ -284,6 +293,13 @@ class RestoreTask:
                 self._refused[place] = str(error)
         if self._refused:
             raise RefusedCopies(self._refused)
+
+    def _go_on(self, kept: KeptReplay) -> None:
+        """Operators that are still frozen in the next iteration have compute weights only."""
+        if self._refused:
+            raise RefusedCopies(self._refused)
+        self._ports.restorer.keep(kept.segment.frozen[kept.iteration - kept.segment.base])
+        self._ports.trainer.restore(kept.scalars, {name: memoryview(data) for name, data in kept.tensors.items()})
 
     def _fill(self, wanted: Sequence[tuple[SnapshotRequest, Reader]]) -> None:
         self._ports.kept.forget()
@@ -352,6 +368,7 @@ class RestoreTask:
                 compares=alone and iteration in comparable,
             )
             for iteration in segment.replayed
+            if self._resumed is None or iteration > self._resumed.iteration
         ]
         ports, ended = self._ports, partial(self._ports.timestamps.mark, Milestone.REPLAYED)
         assert ports.execution is not None
@@ -367,7 +384,10 @@ class RestoreTask:
         tolerance = job.config.replay_tolerance
         if not alone:
             return Replay(replay, steps, len(own), tolerance)
-        return Replay(replay, steps, len(own), tolerance, members=members, unlogged=unlogged[self._rank])
+        compared = dict(self._resumed.compared) if self._resumed is not None else {}
+        return Replay(
+            replay, steps, len(own), tolerance, members=members, unlogged=unlogged[self._rank], compared=compared
+        )
 
     def close(self) -> None:
         """Let go of all of them but the late ones."""

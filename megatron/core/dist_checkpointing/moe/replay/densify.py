@@ -140,6 +140,7 @@ class Replay:
             sent.
         members: The ranks of these stages; all ranks where empty.
         unlogged: Iterations of which this rank's own boundary log is gone.
+        compared: What was compared before `steps`, where the replay goes on after another fault.
 
     Attributes:
         compared: By iteration, what this rank compared with what was recorded, and found alike.
@@ -154,12 +155,13 @@ class Replay:
         *,
         members: Sequence[int] = (),
         unlogged: Collection[int] = (),
+        compared: Mapping[int, frozenset[Compared]] | None = None,
     ) -> None:
         self._ports, self._steps = ports, tuple(steps)
         self._operators, self._tolerance = operators, tolerance
         self.members, self.unlogged = tuple(members), frozenset(unlogged)
         self._done, self._begun_s = 0, 0.0
-        self.compared: dict[int, frozenset[Compared]] = {}
+        self.compared: dict[int, frozenset[Compared]] = dict(compared or {})
         self._boundary: StageFeed | None = None
         # With single stages the other ranks of the job are doing something else: they must not be waited for.
         self._group: Group = ports.transport
@@ -226,6 +228,11 @@ class Replay:
             self._ports.ended()
         else:
             self._arm()
+
+    def is_interrupted(self, calls: bool) -> bool:
+        """Between two iterations: whether the replay stops here for a fault of other stages, to go on in the next
+        recovery; a collective over the ranks that replay alone. calls: whether this rank was told of one."""
+        return self.alone and not self.is_done and any(self._group.gather(calls))
 
     def _arm(self) -> None:
         step, boundary = self._steps[self._done], self._ports.boundary

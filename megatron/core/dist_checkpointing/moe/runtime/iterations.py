@@ -14,7 +14,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from ..core_versions.training import forget_auxiliary_losses
-from ..errors import Terminated, UsageError
+from ..errors import PeerLost, Terminated, UsageError
 from ..megatron_state.arriving import Arriving, arriving
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
@@ -119,6 +119,7 @@ class Iterations:
             self.detach()
             self._session.begin(self._trainer.iteration)
             self._began = True
+            self._slot.finishes_first(self._session.is_replaying and self._session.replays_alone)
             self._arm()
 
     def rejoin(self) -> bool:
@@ -130,6 +131,7 @@ class Iterations:
         if self._is_active and not self._rejoined:
             self.begin()
             self.detach()
+            self._slot.finishes_first(False)
             self._recovered, self._rejoined = self._session.rejoin(), True
             if self._recovered:
                 own_heartbeat().rejoined()
@@ -204,6 +206,11 @@ class Iterations:
             self._follow(LoopCall.AFTER_STEP, self._trainer.iteration)
             if was_replaying:
                 session.stepped(StepJournal.from_data(self.journal.to_data()))
+                if session.interrupts_replay(self._slot.is_called_off):
+                    raise PeerLost(
+                        f"other stages lost a rank: the replay stops after iteration {self._trainer.iteration}, and"
+                        " continues from there once all ranks have connected again"
+                    )
             elif session.coordinator is not None:
                 session.coordinator.step_end(self._trainer.iteration, self.journal)
                 report = session.report()
@@ -254,6 +261,7 @@ class Iterations:
             interrupted: Why connections were given up before, if they were: then nobody is to blame for what failed.
         """
         self.detach()
+        self._slot.finishes_first(False)
         with contextlib.suppress(Exception):  # what the step held back says no more than `error`
             self._stepping.close()
         if self._in_step:

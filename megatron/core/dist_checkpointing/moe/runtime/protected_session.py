@@ -33,7 +33,7 @@ from ..policy.lineage import attempt_name, continued, number_of
 from ..policy.parking import Cause
 from ..ports import Execution, Layout
 from ..recovery.exactness import DivergenceNotes
-from ..recovery.kept_state import keep, take
+from ..recovery.kept_state import KeptState, keep, take
 from ..recovery.recovery import Recovery
 from ..recovery.restoring import RecoveryPorts
 from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
@@ -258,6 +258,10 @@ class ProtectedSession(Session):
     def stepped(self, step: StepJournal) -> None:
         self.restart.replayed(step)
 
+    def interrupts_replay(self, calls: bool) -> bool:
+        """As `Session.interrupts_replay`."""
+        return self.restart.is_interrupted(calls)
+
     def rejoin(self) -> bool:
         if self.coordinator is None:
             outcome = self.restart.rejoin()
@@ -450,7 +454,9 @@ class ProtectedSession(Session):
     def abandon(self) -> bool:
         has_ended = self.coordinator is None or self.coordinator.abandon()
         self._close()
-        if self.survivor is not None and self.survivor.kept is not None:
+        if self.restart.kept is not None:
+            keep(self.training.optimizer, KeptState(replay=self.restart.kept))
+        elif self.survivor is not None and self.survivor.kept is not None:
             keep(self.training.optimizer, self.survivor.kept)
         return has_ended
 

@@ -23,6 +23,7 @@ from ..local_recovery.survivor import Survivor
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import StepPhase
 from ..ports import Transport
+from ..recovery.kept_state import KeptReplay
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..replay.densify import Replay
 from ..resharding.store import PreviousWindow
@@ -53,6 +54,7 @@ class Restart:
 
     Attributes:
         outcome: What came of the recovery, once all ranks stand where they stood.
+        kept: How far the replay came that a fault of other stages has interrupted.
     """
 
     recovery: Recovery
@@ -65,6 +67,7 @@ class Restart:
     control: Transport
     renew_strategy: Callable[[], None]
     outcome: RecoveryOutcome | None = None
+    kept: KeptReplay | None = None
     _todo: Replay | Waiting | None = None
 
     # From nothing to a state.
@@ -268,6 +271,13 @@ class Restart:
             journal = replace(recorded, lm_loss=step.lm_loss)
             self.survivor.replayed(iteration, journal, logged=iteration in replay.unlogged)
         self._feed()
+
+    def is_interrupted(self, calls: bool) -> bool:
+        """As `Replay.is_interrupted`; what this rank has come to is kept then."""
+        if self.replay is None or not self.replay.is_interrupted(calls):
+            return False
+        self.kept = self.recovery.interrupted(self.replay)
+        return True
 
     def rejoin(self) -> RecoveryOutcome:
         """Wait until all ranks stand at the target. Raises PeerLost."""

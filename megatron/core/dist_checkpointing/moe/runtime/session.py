@@ -90,6 +90,15 @@ class Session:
         of the job takes another way back.
         """
 
+    def interrupts_replay(self, calls: bool) -> bool:
+        """Between two iterations of a replay: whether it stops here for a fault of other stages, and goes on when they
+        have recovered; a collective over the ranks that replay together.
+
+        Args:
+            calls: Whether this rank was told of such a fault.
+        """
+        return False
+
     def rejoin(self) -> bool:
         """Wait until all ranks stand at one iteration, and protect training from there on; whether it recovered."""
         return False

@@ -30,6 +30,8 @@ from .heartbeat import own_heartbeat
 OWN_NAME = Path("/proc/self/comm")
 PROCESS_NAME = "rank-"
 """A standby is called this and its rank once it has one, in `ps -o pid,comm` too; its environment in /proc has none."""
+FINISH_S = 60.0
+"""How long an iteration that is run again may go on when others have lost a rank: its ranks need none of them."""
 LOOK_S = 60.0
 """How often a standby that hears nothing looks again; the end of its launcher it notices at once."""
 
@@ -49,6 +51,8 @@ class WorkerSlot:
         self._listener: threading.Thread | None = None
         self.taken_s: float | None = None
         self.may_stay, self.is_called_off = may_stay and channel is not None, False
+        self._interruptible = threading.Event()
+        self._interruptible.set()
 
     @classmethod
     def from_environment(cls) -> WorkerSlot:
@@ -121,6 +125,11 @@ class WorkerSlot:
         """Whether this process stays when it loses a peer, and hears when training begins anew."""
         return self.may_stay and self._listener is not None
 
+    def finishes_first(self, finishes: bool) -> None:
+        """Whether connections are kept for `FINISH_S` when training begins anew, or until this is taken back: whoever
+        asks looks at `is_called_off` between two iterations."""
+        (self._interruptible.clear if finishes else self._interruptible.set)()
+
     def leave(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """This process has lost a peer and stays: wait for the rank that it gets now, and put it into the environment.
 
@@ -156,6 +165,9 @@ class WorkerSlot:
                 if "leave" in message:
                     self.is_called_off = True
                     self._give_back()
+                    if not self._interruptible.is_set():
+                        self._say({"finishes": FINISH_S})
+                        self._interruptible.wait(FINISH_S)
                     hang_up()
                 elif "slot" in message:
                     self.is_called_off = False
