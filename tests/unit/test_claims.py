@@ -1,0 +1,64 @@
+"""Numbers that README and the docs state: each stands in the file that `docs/claims.toml` names for it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS: list[dict[str, str]] = tomllib.loads((ROOT / "docs" / "claims.toml").read_text("utf-8"))["claim"]
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w]|\.\d)")
+
+
+def numbers(text: str) -> list[str]:
+    return [found.replace(",", "") for found in NUMBER.findall(text)]
+
+
+def flat(path: str) -> str:
+    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
+def stands_in(told: str, lines: list[str]) -> bool:
+    """Whether a number is one of these lines', rounded to its decimals, in the same unit or in thousandths."""
+    decimals = len(told.partition(".")[2])
+    found = [float(one) for line in lines for one in numbers(line)]
+    return any(f"{one * scale:.{decimals}f}" == told for one in found for scale in (1, 1000))
+
+
+def proof_lines(claim: dict[str, Any]) -> list[str]:
+    needed = [part.strip() for part in claim["row"].split(", ")]
+    lines = (ROOT / claim["proof"]).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if all(part in line for part in needed)]
+
+
+def wrong(claim: dict[str, str]) -> list[str]:
+    """The numbers of a claim that its proof does not have."""
+    lines = proof_lines(claim)
+    assert lines, f"{claim['proof']} has no line with {claim['row']}"
+    return [told for told in numbers(claim["text"]) if not stands_in(told, lines)]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim['page']}: {claim['text'][:40]}")
+def test_a_claim_stands_in_its_page_and_its_numbers_in_the_file_that_proves_it(claim: dict[str, str]) -> None:
+    assert " ".join(claim["text"].split()) in flat(claim["page"])
+    assert numbers(claim["text"])
+    assert wrong(claim) == []
+
+
+def test_a_number_that_the_proof_does_not_have_is_found() -> None:
+    claim = next(one for one in CLAIMS if one["text"] == "| `torch_dist` | 1.06 | 745 |")
+    assert wrong(claim | {"text": "| `torch_dist` | 1.16 | 745 |"}) == ["1.16"]
+    assert wrong(claim | {"text": "| `torch_dist` | 1.06 | 754 |"}) == ["754"]
+
+
+def test_the_rows_of_costs_in_the_readme_are_all_claims() -> None:
+    table = re.search(r"\n\| \| a checkpoint costs.*?\n\n", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    if table is None:  # the table has another head now: its rows are then claims by name
+        pytest.skip("README has no table of costs")
+    rows = [line for line in table[0].splitlines() if numbers(" | ".join(line.split(" | ")[1:3]))]
+    told = [claim["text"] for claim in CLAIMS if claim["page"] == "README.md"]
+    assert [row for row in rows if "sparse" not in row and not any(text in row for text in told)] == []
