@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule, j
 from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.paper_window import paper_schedule, paper_window
 from moe_ckpt.simulator.shards import owned_operators, shard_sizes
-from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, MoEvement
+from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, Gemini, MoEvement
 from moe_ckpt.simulator.systems.links import Replicas, SystemSetting, needs_experts
 from moe_ckpt.simulator.systems.lossy import LossyBehaviour
 from moe_ckpt.simulator.systems.pec import PecCosts
@@ -156,5 +156,10 @@ class PaperPecBehaviour(LossyBehaviour):
         return PaperPecBehaviour(self.name, self._rules)
 
 
-PAPER_SYSTEMS: dict[str, CheckpointSystem] = {**SYSTEMS, "moc": PaperMoc(), "moevement": PaperMoEvement()}
+PAPER_SYSTEMS: dict[str, CheckpointSystem] = {
+    **SYSTEMS,
+    "gemini": Gemini(),
+    "moc": PaperMoc(),
+    "moevement": PaperMoEvement(),
+}
 """The simulator's systems, with those of the papers' own rules in the place of this project's."""

@@ -125,5 +125,5 @@ def figure() -> Figure:
         draw,
         (Fact("Within 25 %", f"{len(near)} of {len(REPORTS)}, of the three that are asked for"
               f" {sum(one.asked_for for one in near)}"),),
-        {"undivided": f"{100 * undivided.error:+.0f} %"},
+        {"undivided": f"{100 * undivided.error:.0f} %"},
     )  # fmt: skip

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import click
 
 from moe_ckpt.report import Fact, Report, Table, table
 from moe_ckpt.report.progress import steps
 
-from ..simulator.advise import Advice, described
+from ..simulator.advise import EXACT, Advice, described
 from ..simulator.advise import advise as advise_on
-from ..simulator.choices import Question
-from ..simulator.flags import flags_of
+from ..simulator.choices import Choice, Question
+from ..simulator.closed_form import ettr
+from ..simulator.constants import predicted_seconds
+from ..simulator.flags import STRATEGIES, flags_of
+from ..simulator.sensitivity import sensitivity
+from ..simulator.systems import SYSTEMS
 from .job_flags import JobFlags, checked_mtbf, chosen_systems, job_command, number, system_option
 from .values import Duration, HoursType
 
+QUICK = ("gemini", "torch_dist_async")
+"""Systems whose behaviour is arithmetic."""
+
 HELP = """Say which checkpoint system suits a job, and with which settings.
 
-Every system is tried with the settings that its own policy chooses for this model, layout, cluster and failure rate,
-and simulated with the same faults. What does not fit the host memory is refused. A system that may lose updates is only
-recommended where no exact one can be used; what it would gain is said.
+Every exact system is tried with the settings that its own policy chooses for this model, layout, cluster and failure
+rate, and simulated with the same faults; first answers, by formula, come at once on standard error. What does not fit
+the host memory is refused. A system that may lose updates is tried where no exact one can be used, or by --system.
 
 \b
     $ moe-ckpt advise --model DeepSeek-MoE --pp 12 --ep 8 --world-size 96 --micro-batch-size 4 \\
@@ -45,7 +54,7 @@ def advise(
     """See `HELP`; the option above each parameter explains it."""
     machine = flags.setting
     checked_mtbf(machine, mtbf_s)
-    names = chosen_systems(systems)
+    names = chosen_systems(systems) if systems else EXACT
     question = Question(
         machine.job,
         machine.cost,
@@ -56,8 +65,28 @@ def advise(
         duration_s=run_s,
         seeds=seeds,
     )
+    for line in first_answers(question, names):
+        click.echo(line, err=True)
     with steps("trying systems", len(names)) as done:
-        return as_report(question, advise_on(question, names, done))
+        found = advise_on(question, names, done)
+    if found.recommended is None and not systems:
+        found = advise_on(question)
+    return as_report(question, found)
+
+
+def first_answers(question: Question, names: Sequence[str]) -> Iterator[str]:
+    """By formula, what takes no time to find, before runs are simulated.
+
+    Args:
+        question: The job, its cluster and the mean time between faults.
+        names: Systems that will be tried.
+    """
+    iteration_s = question.cost.iteration_s
+    yield f"[moe-ckpt] advise: systems={len(names)} runs_of_each={question.seeds} iteration={iteration_s:.3g}s"
+    for name in (name for name in QUICK if name in names):
+        behaviour = question.behaviour(SYSTEMS[name])
+        share = ettr(behaviour, question.mtbf_s, question.run_s)
+        yield f"[moe-ckpt] advise: first_answer={name} interval={behaviour.interval} ettr_by_formula={100 * share:.1f}%"
 
 
 def as_report(question: Question, advice: Advice) -> Report:
@@ -76,16 +105,36 @@ def as_report(question: Question, advice: Advice) -> Report:
         (
             Fact("Flags", None if chosen is None else flags_of(question, chosen) or "none: no checkpoints"),
             *(Fact(label, text) for label, text in zip(("Why", "Cost", "Beside it"), advice.explanation, strict=False)),
-            Fact("Recommended", None if chosen is None else chosen.system),
+            Fact("Would async torch_dist do", advice.stock or None),
+            Fact("Recommended", None if chosen is None else recommended_as(chosen)),
             Fact("Settings", None if chosen is None else described(chosen)),
             Fact("Expected ETTR", None if chosen is None else chosen.ettr.mean, "share"),
+            Fact("Recovery seconds", predicted_seconds(question.constants)),
             Fact("Iteration", question.cost.iteration_s, "seconds"),
             Fact("Mean time between faults", question.mtbf_s, "seconds"),
             Fact("Host memory of a node for checkpoints", question.limit_bytes, "bytes"),
         ),
-        (_systems(advice), _settings(question, advice), _parts(advice), impossible),
+        (_systems(advice), _settings(question, advice), _parts(advice), _sensitivity(question, advice), impossible),
         (*advice.reasons, assumed),
     )
+
+
+def recommended_as(chosen: Choice) -> str:
+    """A system by its paper's name and by the strategy of the flags."""
+    strategy = STRATEGIES[chosen.system]
+    return chosen.system if strategy in ("none", chosen.system) else f"{strategy} ({chosen.system})"
+
+
+def _sensitivity(question: Question, advice: Advice) -> Table:
+    """Of the recommendation, to each fitted constant."""
+    chosen = advice.recommended
+    tried = None if chosen is None or chosen.never else chosen.tried
+    rows = (
+        (one.constant, f"{one.value:.3g}", one.interval, one.ettr, one.stock_ettr)
+        for one in (sensitivity(question, tried) if tried is not None else ())
+    )
+    columns = "fitted constant | at | interval:count | ETTR by formula:share | async torch_dist:share"
+    return table("Sensitivity to what was fitted or assumed", columns, rows)
 
 
 def _systems(advice: Advice) -> Table:

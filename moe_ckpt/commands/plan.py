@@ -20,6 +20,7 @@ from moe_ckpt.report import Fact, Report, Table, table
 
 from ..simulator.behaviour import Behaviour
 from ..simulator.closed_form import ettr
+from ..simulator.constants import predicted_seconds
 from ..simulator.planned_loss import recovery_of
 from ..simulator.planning import LAST, PlannedJob, log_bytes, planned_job
 from ..simulator.replicas import ReplicaCoverage, coverage
@@ -90,7 +91,11 @@ def plan(
         f"Checkpoints of {flags.shape.name} on {flags.topology.world_size} ranks by strategy {config.strategy}",
         facts,
         (*tables, _ranks(found), _peers(found)),
-        (f"Rates: {flags.setting.cluster.source}.", *((unused,) if flags.unused else ())),
+        (
+            f"Rates: {flags.setting.cluster.source}.",
+            f"Seconds of the timeline: {predicted_seconds(flags.setting.constants)}.",
+            *((unused,) if flags.unused else ()),
+        ),
     )
 
 

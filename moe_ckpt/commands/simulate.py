@@ -12,6 +12,7 @@ from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import steps
 
 from ..simulator.closed_form import ettr as closed_form
+from ..simulator.constants import predicted_seconds
 from ..simulator.events import estimate
 from ..simulator.events import simulate as simulated
 from ..simulator.faults import Fault, load_trace, poisson
@@ -91,6 +92,7 @@ def run(
         (
             "overhead: per iteration. recovery: of a fault. lost: tokens whose updates experts lost. ETTR: mean over"
             " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
+            f"Seconds of recovery: {predicted_seconds(machine.constants)}.",
             "Iteration time and bandwidths are estimates unless --from gives what was measured.",
         ),
     )

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 
 from .choices import Choice, Question, best_of, noise
+from .flags import flags_of
+from .sensitivity import STOCK
 from .systems import SYSTEMS
+
+EXACT = tuple(name for name in SYSTEMS if name not in ("moc", "moetion"))
+"""Systems that lose no update."""
+
+SIMPLEST = "gemini"
+"""`full`: nothing is replayed but whole iterations, by all ranks."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +24,7 @@ class Advice:
     """All systems, the best first; the recommended one, None where none can be used; why, in sentences.
 
     explanation: of the recommendation, in three of them. impossible: systems that cannot run this job at all, with the
-    reason.
+    reason. stock: whether asynchronous torch_dist would do as well, in words; empty where it was not tried.
     """
 
     choices: tuple[Choice, ...]
@@ -24,6 +32,7 @@ class Advice:
     reasons: tuple[str, ...]
     explanation: tuple[str, ...]
     impossible: dict[str, str]
+    stock: str = ""
 
 
 def advise(question: Question, systems: Iterable[str] = SYSTEMS, done: Callable[[], None] = lambda: None) -> Advice:
@@ -49,15 +58,41 @@ def advise(question: Question, systems: Iterable[str] = SYSTEMS, done: Callable[
     choices.sort(key=lambda choice: (bool(choice.refused), -choice.ettr.mean))
     chosen = recommended([choice for choice in choices if not choice.refused])
     said = tuple(reasons(question, choices, chosen))
-    return Advice(tuple(choices), chosen, said, tuple(explanation(question, choices, chosen)), impossible)
+    why = tuple(explanation(question, choices, chosen))
+    return Advice(tuple(choices), chosen, said, why, impossible, would_stock_do(question, choices, chosen))
+
+
+def would_stock_do(question: Question, choices: Sequence[Choice], chosen: Choice | None) -> str:
+    """Whether Megatron-Core's own asynchronous checkpoints give as much, which need nothing of this project.
+
+    Args:
+        question: The question that was asked.
+        choices: The best setting of each system.
+        chosen: The recommended one of `choices`; None: none can be used.
+    """
+    stock = next((one for one in choices if one.system == STOCK and not one.refused), None)
+    if stock is None or chosen is None:
+        return ""
+    gap = chosen.ettr.mean - stock.ettr.mean
+    hours = gap * question.run_s / 3600
+    if gap <= noise(chosen, stock):
+        return (
+            f"Yes: {_ettr(stock)} {_every(stock.interval)}, which is the same within noise; {flags_of(question, stock)}"
+        )
+    return f"No: {_ettr(stock)}, {100 * gap:.1f} points less, or {hours:.3g} h of a run of {_time(question.run_s)}"
 
 
 def recommended(usable: Sequence[Choice]) -> Choice | None:
     """Of the systems that nothing rules out: the best exact one; a lossy one only where there is none.
 
-    What lost updates do to a model is not in an ETTR, so a higher one does not make up for them.
+    What lost updates do to a model is not in an ETTR, so a higher one does not make up for them. Of exact ones that are
+    the same within noise it is `SIMPLEST`, if that is among them.
     """
-    return max(usable, key=lambda choice: (choice.exact, choice.ettr.mean), default=None)
+    best = max(usable, key=lambda choice: (choice.exact, choice.ettr.mean), default=None)
+    if best is None or not best.exact:
+        return best
+    simple = (one for one in usable if one.system == SIMPLEST and best.ettr.mean - one.ettr.mean <= noise(best, one))
+    return next(simple, best)
 
 
 def reasons(question: Question, choices: Sequence[Choice], chosen: Choice | None) -> Iterator[str]:

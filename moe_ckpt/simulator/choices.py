@@ -113,7 +113,7 @@ class Choice:
     cuts off. k_share: of the experts in a snapshot, at first. lost_share: of the tokens of a run whose updates are
     lost, in the worst run. budget: lost_share that the system allows itself, None where it has no limit. refused: why
     it cannot be used; empty where it can. parts_s: of a mean fault of one node, by the parts of a recovery's timeline;
-    what training does again is replay.
+    what training does again is replay. tried: the system with these settings.
     """
 
     system: str
@@ -136,6 +136,7 @@ class Choice:
     refused: str = ""
     ettrs: tuple[float, ...] = field(default=(), repr=False)
     parts_s: dict[str, float] = field(default_factory=dict)
+    tried: CheckpointSystem | None = field(default=None, repr=False)
 
 
 def best_of(question: Question, name: str) -> Choice:
@@ -230,6 +231,7 @@ def _choice(question: Question, system: CheckpointSystem, taken_bytes: int, refu
         refused=refused,
         ettrs=tuple(run.ettr for run in runs),
         parts_s=mean_parts(behaviour),
+        tried=system,
     )
 
 

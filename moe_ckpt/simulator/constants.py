@@ -118,6 +118,16 @@ class Constants:
         return self.restart_s is not None
 
 
+def predicted_seconds(constants: Constants) -> str:
+    """Whether seconds of a recovery are a prediction, in words for every output that has them."""
+    if constants.knows_restart:
+        return f"predicted, with a restart of {constants.restart_s:.3g} s that was given or measured"
+    return (
+        f"not predicted: the restart is that of MoEvement's cluster ({constants.cold_launch_s:.0f} s cold); give"
+        " --restart or --from"
+    )
+
+
 REQUESTS_PER_NODE = 4
 """Of an agent while numbers of nodes are settled: 1,026 requests of 256 nodes (decision 083)."""
 

@@ -36,7 +36,8 @@ def systems_of(word: str) -> tuple[str, ...]:
 
 
 def _full(question: Question, choice: Choice) -> str:
-    return f"--moe-ckpt-strategy full --moe-ckpt-interval {choice.interval}{_replicas(choice)}"
+    interval = f" --moe-ckpt-interval {choice.interval}"
+    return f"--moe-ckpt-strategy full{interval}{_replicas(choice)}{_storage(question, choice)}"
 
 
 def _stored(question: Question, choice: Choice) -> str:
@@ -49,22 +50,29 @@ def _stored(question: Question, choice: Choice) -> str:
 def _sparse(question: Question, choice: Choice) -> str:
     window = f" --moe-ckpt-window {choice.window}"
     recovery = " --moe-ckpt-recovery global" if choice.settings.get("local") is False else ""
-    return f"--moe-ckpt-strategy sparse{window}{_replicas(choice)}{recovery}"
+    return f"--moe-ckpt-strategy sparse{window}{_replicas(choice)}{recovery}{_storage(question, choice)}"
 
 
 def _partial(question: Question, choice: Choice) -> str:
     experts = max(1, round(choice.k_share * question.job.shape.num_experts))
     budget = "" if choice.budget is None else f" --moe-ckpt-plt-threshold {choice.budget:.3g}"
-    return f"--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot {experts}{budget}{_replicas(choice)}"
+    kept = f"{budget}{_replicas(choice)}{_storage(question, choice)}"
+    return f"--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot {experts}{kept}"
 
 
 def _selective(question: Question, choice: Choice) -> str:
-    return f"--moe-ckpt-strategy selective{_replicas(choice)}"
+    return f"--moe-ckpt-strategy selective{_replicas(choice)}{_storage(question, choice)}"
 
 
 def _dense(question: Question, choice: Choice) -> str:
     behind = " --async-save --use-persistent-ckpt-worker" if choice.system == "torch_dist_async" else ""
     return f"--save DIR --save-interval {choice.interval}{behind}"
+
+
+def _storage(question: Question, choice: Choice) -> str:
+    """What the loss of a node with all its peers goes back to; the simulation counts on it."""
+    every = max(question.setting.persist_interval, choice.interval)
+    return f" --moe-ckpt-persist-dir DIR --moe-ckpt-persist-interval {every}"
 
 
 def _replicas(choice: Choice) -> str:

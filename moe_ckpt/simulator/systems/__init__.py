@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..behaviour import Behaviour
-from .full import CheckFreq, Gemini, TorchDistSystem
+from .full import CheckFreq, Gemini, TorchDistSystem, full_interval
 from .links import SystemSetting
 from .none import NoCheckpoints
 from .pec import Moc
@@ -23,6 +23,7 @@ __all__ = [
     "Moetion",
     "NoCheckpoints",
     "TorchDistSystem",
+    "full_interval",
 ]
 
 
@@ -54,7 +55,7 @@ SYSTEMS: dict[str, CheckpointSystem] = {
     for system in (
         NoCheckpoints(),
         CheckFreq(),
-        Gemini(),
+        Gemini(shortest=True),
         TorchDistSystem(),
         TorchDistSystem(asynchronous=True),
         Moc(),

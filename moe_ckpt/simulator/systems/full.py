@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.moe.strategies import Costs
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..driver import ENDLESS, SETTLED_AFTER, Driver, layer_job
-from ..ettr import gemini_oracle
+from ..ettr import ettr, expected_recovery_s, gemini_oracle
 from .links import Replicas, SystemSetting
 
 
@@ -75,22 +75,24 @@ class Gemini:
     """Checkpoints go to peers' memory, in the interval that is best for the mean time between failures (5.2).
 
     Copies move while training leaves the NIC alone; for what an iteration has no time for, training waits.
-    interval: iterations; None: the oracle's. replicas: None as in the constants.
+    interval: iterations; None: the oracle's. shortest: instead that of `full_interval`, with which jobs run. replicas:
+    None as in the constants.
     """
 
     interval: int | None = None
     replicas: int | None = None
     name: str = "gemini"
+    shortest: bool = False
 
     def behaviour(
         self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
     ) -> Behaviour:
         """See `CheckpointSystem`."""
         count = setting.constants.replicas if self.replicas is None else self.replicas
-        copy_s = setting.whole_bytes / setting.peer_bytes_per_s(count)
-        stall_s = max(0.0, copy_s - setting.free_s) + setting.slowed_s(setting.whole_bytes, count)
-        dense = _Dense(stall_s, 1, setting.load_s)
-        interval = self.interval or _oracle(dense, setting, mtbf_s)
+        dense = _lagging(setting, count) if self.shortest else _in_memory(setting, count)
+        interval = self.interval or (
+            full_interval(setting, mtbf_s, count) if self.shortest else _oracle(dense, setting, mtbf_s)
+        )
         return dense.behaviour(self.name, setting, interval, Replicas(setting, count))
 
 
@@ -147,6 +149,46 @@ def _uploaded(setting: SystemSetting) -> _Dense:
     constants = setting.constants
     stall_s = constants.persist_stall_s + constants.upload_slowdown * setting.upload_s
     return _Dense(stall_s, setting.upload_iterations, setting.upload_s)
+
+
+NEAR = 0.005
+"""Of ETTR, what a shorter interval of `full` may cost: less than the model can tell."""
+
+
+def full_interval(setting: SystemSetting, mtbf_s: float, replicas: int) -> int:
+    """The interval that a job with `full` should have: the shortest in which there is time to copy, and which costs at
+    most `NEAR` of the ETTR of the best one.
+
+    Args:
+        setting: The job on its cluster.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+        replicas: Peers that keep a copy of each snapshot.
+    """
+    dense, iteration_s = _lagging(setting, replicas), setting.iteration_s
+    restart_s = dense.fixed_s(setting) + dense.latency * iteration_s
+
+    def quality(interval: int) -> float:
+        recovery_s = expected_recovery_s(iteration_s, interval, restart_s)
+        return ettr(iteration_s, dense.stall_s, interval, recovery_s, mtbf_s)
+
+    best = max(dense.latency, _oracle(dense, setting, mtbf_s))
+    return next(one for one in range(dense.latency, best + 1) if quality(one) >= quality(best) - NEAR)
+
+
+def _lagging(setting: SystemSetting, replicas: int) -> _Dense:
+    """As a job with `full` has it: training waits for the copy to the host alone, and replicas may take iterations."""
+    at_once = _in_memory(setting, replicas)
+    host_s = max(0.0, setting.whole_bytes / setting.host_bytes_per_s - setting.iteration_s)
+    copy_s = setting.whole_bytes / setting.peer_bytes_per_s(replicas)
+    latency = max(1, math.ceil(copy_s / max(setting.free_s, 1e-6 * setting.iteration_s)))
+    return replace(at_once, stall_s=host_s + setting.slowed_s(setting.whole_bytes, replicas), latency=latency)
+
+
+def _in_memory(setting: SystemSetting, replicas: int) -> _Dense:
+    """A checkpoint in the memory of a node and of peers, of which training waits for what it has no time for."""
+    copy_s = setting.whole_bytes / setting.peer_bytes_per_s(replicas)
+    stall_s = max(0.0, copy_s - setting.free_s) + setting.slowed_s(setting.whole_bytes, replicas)
+    return _Dense(stall_s, 1, setting.load_s)
 
 
 def _oracle(dense: _Dense, setting: SystemSetting, mtbf_s: float) -> int:

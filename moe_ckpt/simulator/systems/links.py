@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
-from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan
+from megatron.core.dist_checkpointing.moe.types import Part
 
 from ..behaviour import Nodes, RecoveryCost
 from ..constants import Constants
@@ -27,8 +27,8 @@ class SystemSetting:
     constants: Constants
 
     @cached_property
-    def settled(self) -> dict[Any, list[SnapshotPlan]]:
-        """The plans of windows that were found before, by what was asked for."""
+    def settled(self) -> dict[Any, Any]:
+        """Plans and schedules of windows that were found before, by what was asked for."""
         return {}
 
     @property

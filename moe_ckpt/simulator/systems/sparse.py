@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule
@@ -68,6 +69,9 @@ class MoEvement:
             setting: The job on its cluster.
             popularity: Share of the tokens by expert, the same in each layer, in any unit; None: all alike.
         """
+        asked = "lanes", self.copies(setting), self.window, popularity and tuple(popularity)
+        if asked in setting.settled:
+            return cast("dict[Lane, Schedule]", setting.settled[asked])
         plans, job = settled_window(setting, self.copies(setting), self.window, popularity), setting.job
         groups = tuple(
             tuple(one for one, part in plan.parts.items() if Part.MASTER_AND_MOMENTS in part) for plan in plans
@@ -78,6 +82,7 @@ class MoEvement:
             own = {operator: sizes[operator] for operator in operators}
             window = Window(0, tuple(tuple(operator for operator in group if operator in own) for group in groups))
             found[lane] = Schedule(window, tuple(plan_bytes(plan, own) for plan in plans), budget)
+        setting.settled[asked] = found
         return found
 
     def budget_bytes(self, setting: SystemSetting) -> int:
@@ -101,7 +106,7 @@ def settled_window(
     """
     asked = (replicas, window, popularity and tuple(popularity))
     if asked in setting.settled:
-        return setting.settled[asked]
+        return cast("list[SnapshotPlan]", setting.settled[asked])
     training = setting.job
     config = MoECheckpointConfig(strategy="sparse", window="auto" if window is None else str(window))
     job = strategy_job(training.shape, training.topology, training.precision, config, tokens=training.tokens)

@@ -1,0 +1,180 @@
+"""A figure of its own: where `sparse` beats `full`, and where `full` beats asynchronous torch_dist; by formula.
+
+No Table or Fig. of a paper: none has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from megatron.core.dist_checkpointing.moe.types import PRECISIONS, Topology
+from moe_ckpt.report import Fact
+from moe_ckpt.simulator.choices import Question
+from moe_ckpt.simulator.closed_form import ettr
+from moe_ckpt.simulator.clusters import cluster
+from moe_ckpt.simulator.constants import THIS_PROJECT
+from moe_ckpt.simulator.cost import MEGATRON_UTILISATION, iteration_cost
+from moe_ckpt.simulator.inputs import GradientOverlap, TokenDispatch, TrainingJob
+from moe_ckpt.simulator.models import preset
+from moe_ckpt.simulator.sensitivity import STOCK, sensitivity
+from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem
+from moe_ckpt.simulator.systems.links import SystemSetting
+
+from .figure import Figure, Rows, lines
+from .large_scale import META_GPU_S
+
+HOUR_S = 3600.0
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Bytes of a snapshot by what a rank's link to the host carries in an iteration."""
+
+MTBFS_S = (600.0, HOUR_S, 6 * HOUR_S, 24 * HOUR_S)
+GPUS = (64, 256, 1024, 4096, 16384)
+JOB_MTBFS_S = (HOUR_S, 3 * HOUR_S, 12 * HOUR_S, 48 * HOUR_S, 168 * HOUR_S)
+WORTH = 0.005
+"""Of ETTR: what has to be gained to be worth another set of checkpoints."""
+
+
+def _setting(gpus: int, comeback: str) -> SystemSetting:
+    """Qwen3-235B-A22B on DGX H100: 2 stages, 8 experts' ranks, 16 samples of 4,096 tokens per GPU."""
+    topology, where = Topology(gpus, pp=2, ep=8), cluster("h100-dgx")
+    exchange, overlap = TokenDispatch(once_per_node=True), GradientOverlap(True, True)
+    precision, batch = PRECISIONS["fp16-fp32"].exact(), 16 * gpus
+    job = TrainingJob(
+        preset("Qwen3-235B-A22B"), topology, precision, batch, batch // topology.dp, 4096, exchange, overlap
+    )
+    constants = replace(THIS_PROJECT, comeback=comeback, replicas=1)
+    return SystemSetting(job, iteration_cost(job, where, MEGATRON_UTILISATION), where, constants)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The job on links that carry so much less: ETTR of both."""
+
+    ratio: float
+    mtbf_s: float
+    window: int
+    interval: int
+    sparse: float
+    full: float
+
+
+@cache
+def slow_links() -> tuple[Slow, ...]:
+    """`sparse` and `full`, both in place, on 64 GPUs whose links to the host and the network are slowed alike."""
+    found, usual = [], _setting(64, "in-place")
+    for ratio in RATIOS:
+        rate = usual.whole_bytes / (ratio * usual.iteration_s)
+        links = replace(
+            usual.cluster,
+            host_link_bytes_per_s=rate / usual.constants.host_share,
+            inter_node_bytes_per_s=rate / usual.constants.network_share,
+        )
+        slow = replace(usual, cluster=links)
+        for mtbf_s in MTBFS_S:
+            sparse, full = (SYSTEMS[name].behaviour(slow, mtbf_s) for name in ("moevement", "gemini"))
+            ettrs = ettr(sparse, mtbf_s), ettr(full, mtbf_s)
+            found.append(Slow(ratio, mtbf_s, sparse.window, full.interval, *ettrs))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A job of so many GPUs: ETTR of `full` and of asynchronous torch_dist, and the least and most that is gained where
+    each fitted constant is anywhere in its band."""
+
+    gpus: int
+    mtbf_s: float
+    full: float
+    stock: float
+    least: float
+    most: float
+
+    @property
+    def gain(self) -> float:
+        """Of ETTR."""
+        return self.full - self.stock
+
+
+@cache
+def beside_stock() -> tuple[Stock, ...]:
+    """All sizes and failure rates, both with new processes: what torchrun does without this project."""
+    found = []
+    for gpus in GPUS:
+        setting = _setting(gpus, "cold")
+        for mtbf_s in JOB_MTBFS_S:
+            found.append(_stock(setting, mtbf_s))
+    return tuple(found)
+
+
+def _stock(setting: SystemSetting, mtbf_s: float) -> Stock:
+    system: CheckpointSystem = SYSTEMS["gemini"]
+    question = Question(setting.job, setting.cost, setting.cluster, mtbf_s, setting.constants)
+    gains = [one.ettr - one.stock_ettr for one in sensitivity(question, system)]
+    full, stock = (ettr(one.behaviour(setting, mtbf_s), mtbf_s) for one in (system, SYSTEMS[STOCK]))
+    gains.append(full - stock)
+    return Stock(setting.job.topology.world_size, mtbf_s, full, stock, min(gains), max(gains))
+
+
+@cache
+def break_even_s(gpus: int) -> float:
+    """The MTBF of the job above which `full` gains less than `WORTH`, by bisection."""
+    setting, low, high = _setting(gpus, "cold"), 60.0, 10_000 * HOUR_S
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        full, stock = (ettr(SYSTEMS[name].behaviour(setting, middle), middle) for name in ("gemini", STOCK))
+        low, high = (middle, high) if full - stock > WORTH else (low, middle)
+    return low
+
+
+def figure() -> Figure:
+    """Both."""
+    wins = [one.ratio for one in slow_links() if one.sparse - one.full > WORTH]
+    return Figure(
+        "break_even",
+        {
+            "sparse_and_full": [vars(one) for one in slow_links()],
+            "full_and_stock": [vars(one) | {"gain": one.gain} for one in beside_stock()],
+            "break_even_s": {str(gpus): break_even_s(gpus) for gpus in GPUS},
+            "worth": WORTH,
+            "least_ratio_at_which_sparse_wins": min(wins, default=None),
+        },
+        (
+            ((f"{one.ratio:g}", one.mtbf_s, one.window, one.interval, f"{one.sparse:.3f}", f"{one.full:.3f}",
+              _points(one.sparse - one.full)) for one in slow_links()),
+            _table(),
+            ((f"{gpus:,}", break_even_s(gpus), META_GPU_S / gpus,
+              "yes" if META_GPU_S / gpus < break_even_s(gpus) else "no") for gpus in GPUS),
+        ),
+        _draw,
+        (Fact("Least ratio at which sparse gains half a point", f"{min(wins):g}" if wins else "none"),),
+    )  # fmt: skip
+
+
+def _table() -> Rows:
+    rows = (
+        (f"{one.gpus:,}", one.mtbf_s, f"{one.full:.3f}", f"{one.stock:.3f}", _points(one.gain),
+         f"{_points(one.least)} to {_points(one.most)}") for one in beside_stock()
+    )  # fmt: skip
+    return rows
+
+
+def _points(gain: float) -> str:
+    return f"{100 * gain:+.1f}"
+
+
+def _draw(axes: list[Any]) -> None:
+    series = {
+        f"MTBF {mtbf_s / HOUR_S:.3g} h": [100 * (one.sparse - one.full) for one in slow_links() if one.mtbf_s == mtbf_s]
+        for mtbf_s in MTBFS_S
+    }
+    lines(axes[0], RATIOS, series, title="sparse beside full", xscale="log", ylabel="points of ETTR gained",
+          xlabel="bytes / (link x iteration)")  # fmt: skip
+    axes[0].axhline(0, color="grey", linewidth=0.8)
+    hours = {
+        "break-even": [break_even_s(gpus) / HOUR_S for gpus in GPUS],
+        "Meta's rate of failures": [META_GPU_S / gpus / HOUR_S for gpus in GPUS],
+    }
+    lines(axes[1], GPUS, hours, title="full gains half a point below the first line", xscale="log", yscale="log",
+          xlabel="GPUs", ylabel="MTBF of the job (h)")  # fmt: skip
