@@ -36,7 +36,7 @@ WORTH = 0.005
 """Of ETTR: what has to be gained to be worth another set of checkpoints."""
 
 
-def _setting(gpus: int, comeback: str) -> SystemSetting:
+def job_setting(gpus: int, comeback: str) -> SystemSetting:
     """Qwen3-235B-A22B on DGX H100: 2 stages, 8 experts' ranks, 16 samples of 4,096 tokens per GPU."""
     topology, where = Topology(gpus, pp=2, ep=8), cluster("h100-dgx")
     exchange, overlap = TokenDispatch(once_per_node=True), GradientOverlap(True, True)
@@ -63,7 +63,7 @@ class Slow:
 @cache
 def slow_links() -> tuple[Slow, ...]:
     """`sparse` and `full`, both in place, on 64 GPUs whose links to the host and the network are slowed alike."""
-    found, usual = [], _setting(64, "in-place")
+    found, usual = [], job_setting(64, "in-place")
     for ratio in RATIOS:
         rate = usual.whole_bytes / (ratio * usual.iteration_s)
         links = replace(
@@ -102,7 +102,7 @@ def beside_stock() -> tuple[Stock, ...]:
     """All sizes and failure rates, both with new processes: what torchrun does without this project."""
     found = []
     for gpus in GPUS:
-        setting = _setting(gpus, "cold")
+        setting = job_setting(gpus, "cold")
         for mtbf_s in JOB_MTBFS_S:
             found.append(_stock(setting, mtbf_s))
     return tuple(found)
@@ -120,7 +120,7 @@ def _stock(setting: SystemSetting, mtbf_s: float) -> Stock:
 @cache
 def break_even_s(gpus: int) -> float:
     """The MTBF of the job above which `full` gains less than `WORTH`, by bisection."""
-    setting, low, high = _setting(gpus, "cold"), 60.0, 10_000 * HOUR_S
+    setting, low, high = job_setting(gpus, "cold"), 60.0, 10_000 * HOUR_S
     for _ in range(30):
         middle = (low * high) ** 0.5
         full, stock = (ettr(SYSTEMS[name].behaviour(setting, middle), middle) for name in ("gemini", STOCK))

@@ -16,6 +16,7 @@ from ..simulator.constants import predicted_seconds
 from ..simulator.events import estimate
 from ..simulator.events import simulate as simulated
 from ..simulator.faults import Fault, load_trace, poisson
+from ..simulator.faults import correlated as correlated_faults
 from ..simulator.sources import sourced
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
@@ -47,6 +48,7 @@ ENDLESS = 10**9
 @job_command(HELP)
 @click.option("--mtbf", "mtbfs_s", type=Duration(), multiple=True, metavar="TIME", help="Between faults of the job.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Faults of one run, instead of --mtbf.")
+@click.option("--correlated", is_flag=True, help="Faults of racks, repeated nodes and slow nodes too, with --mtbf.")
 @system_option
 @click.option(
     "--hours", "duration_s", type=HoursType(), default="12h", show_default=True, metavar="TIME", help="Of a run."
@@ -56,6 +58,7 @@ def run(
     flags: JobFlags,
     mtbfs_s: tuple[float, ...],
     trace: Path | None,
+    correlated: bool,
     systems: tuple[str, ...],
     duration_s: float,
     seeds: int,
@@ -64,6 +67,8 @@ def run(
     names = chosen_systems(systems)
     if bool(mtbfs_s) == (trace is not None):
         raise click.UsageError("give --mtbf, once or several times, or --trace")
+    if correlated and trace is not None:
+        raise click.UsageError("--correlated makes faults by chance: give it with --mtbf")
     machine = flags.setting
     if trace is not None:
         faults = load_trace(trace, nodes=len(machine.job.topology.ranks_by_node))
@@ -72,8 +77,9 @@ def run(
         for mtbf_s in mtbfs_s:
             checked_mtbf(machine, mtbf_s)
         nodes = len(machine.job.topology.ranks_by_node)
+        by_chance = correlated_faults if correlated else poisson
         scenarios = {
-            mtbf_s: tuple(poisson(mtbf_s, duration_s, nodes, seed) for seed in range(seeds)) for mtbf_s in mtbfs_s
+            mtbf_s: tuple(by_chance(mtbf_s, duration_s, nodes, seed) for seed in range(seeds)) for mtbf_s in mtbfs_s
         }
     with steps("simulating", len(scenarios) * len(names)) as done:
         rows = tuple(

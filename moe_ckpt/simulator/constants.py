@@ -146,6 +146,7 @@ THIS_PROJECT = replace(
     name="this-project",
     source="All ranks restart after a fault; sources of all constants: `moe-ckpt simulate constants`.",
     restarts_all=True,
+    persist_every_s=1800.0,
     contention=None,
     upload_slowdown=FOUND["fitted"]["upload_slowdown"],
     store_requests_per_s=30_000.0,

@@ -126,7 +126,7 @@ class _Running:
     def __init__(self, behaviour: Behaviour, duration_s: float) -> None:
         self._behaviour = behaviour
         self._duration_s = duration_s
-        self._now_s = 0.0
+        self._now_s = self._resumed_s = 0.0
         self._done = 0.0
         self._useful_s = self._overhead_s = self._recovery_s = 0.0
         self._recoveries: list[_Recovering] = []
@@ -144,6 +144,7 @@ class _Running:
             return
         if self._recoveries:
             self._recoveries = []
+            self._resumed_s = self._now_s
             self._note()
         iterations = (at_s - self._now_s) / self._paced_s
         self._done += iterations
@@ -154,6 +155,7 @@ class _Running:
     def strike(self, fault: Fault) -> None:
         """Cut off the iteration, and begin a recovery or change those under way."""
         self._faults += 1
+        self._slow_down(fault)
         self._cut_off()
         under_way = [ongoing for ongoing in self._recoveries if ongoing.end_s > self._now_s]
         joined = [ongoing for ongoing in under_way if self._behaviour.restarts(ongoing.nodes, fault.nodes)]
@@ -185,6 +187,14 @@ class _Running:
     @property
     def _paced_s(self) -> float:
         return self._behaviour.iteration_s + self._behaviour.overhead_s
+
+    def _slow_down(self, fault: Fault) -> None:
+        """What was not trained while a node was slow, at most since training went on last, is part of the recovery."""
+        if self._recoveries or not fault.slow_s:
+            return
+        slow_s = min(fault.slow_s, self._now_s - self._resumed_s)
+        lost = slow_s * fault.slowdown / (1 + fault.slowdown) / self._paced_s
+        self._undo(min(lost, self._done), self._behaviour.overhead_s)
 
     def _cut_off(self) -> None:
         self._undo(self._done % 1, self._behaviour.overhead_s)

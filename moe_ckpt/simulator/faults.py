@@ -15,13 +15,20 @@ from .behaviour import Nodes
 
 @dataclass(frozen=True)
 class Fault:
-    """Nodes that fail together, `at_s` seconds after the start. Raises UsageError for a negative time or no nodes."""
+    """Nodes that fail together, `at_s` seconds after the start.
+
+    slow_s: for how long before that one of them was slow, and all waited for it; slowdown: by which share an iteration
+    took longer meanwhile. Raises UsageError for negative values and no nodes.
+    """
 
     at_s: float
     nodes: Nodes
+    slow_s: float = 0.0
+    slowdown: float = 0.0
 
     def __post_init__(self) -> None:
-        not_negative("at_s", self.at_s)
+        for name in ("at_s", "slow_s", "slowdown"):
+            not_negative(name, getattr(self, name))
         if not self.nodes:
             raise UsageError(f"the fault at {self.at_s} s takes no nodes: name at least 1")
 
@@ -51,6 +58,71 @@ def poisson(mtbf_s: float, duration_s: float, nodes: int, seed: int) -> tuple[Fa
         if at_s >= duration_s:
             return tuple(faults)
         faults.append(Fault(at_s, frozenset((node,))))
+
+
+@dataclass(frozen=True)
+class FailureMix:
+    """How failures hang together. Shares are of all failures; seconds are means.
+
+    rack_share: that take all nodes of a rack, of `rack_nodes` neighbours. repeat_share: of a node that failed before,
+    `repeat_s` after it came back into use. slow_share: that begin with a node which makes iterations longer, by the
+    share `slowdown`, for `slow_s` until it is found. Raises UsageError for shares outside of 0 to below 1.
+    """
+
+    rack_share: float = 35 / 419
+    rack_nodes: int = 4
+    repeat_share: float = 0.2
+    repeat_s: float = 1800.0
+    slow_share: float = 0.1
+    slow_s: float = 600.0
+    slowdown: float = 0.3
+
+    def __post_init__(self) -> None:
+        whole("rack_nodes", self.rack_nodes, 1)
+        for name in ("repeat_s", "slow_s", "slowdown"):
+            not_negative(name, getattr(self, name))
+        for name in ("rack_share", "repeat_share", "slow_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}, but is a share below 1")
+
+
+def correlated(
+    mtbf_s: float, duration_s: float, nodes: int, seed: int, mix: FailureMix = FailureMix()
+) -> tuple[Fault, ...]:
+    """As many faults as `poisson` has on average, but of racks, repeated nodes and slow nodes too.
+
+    Args:
+        mtbf_s: Mean time between faults of the whole job, in seconds.
+        duration_s: Length of the run in seconds; no fault comes later.
+        nodes: Number of nodes; faults strike 0 to `nodes` - 1.
+        seed: Seed of the random numbers.
+        mix: How they hang together.
+
+    Raises:
+        UsageError: Times are not above 0 and finite, or there are no nodes.
+    """
+    positive("mtbf_s", mtbf_s)
+    positive("duration_s", duration_s)
+    whole("nodes", nodes, 1)
+    chance, faults, at_s = random.Random(seed), [], 0.0
+    while True:
+        # Each has on average repeat_share / (1 - repeat_share) repetitions.
+        at_s += mtbf_s / (1 - mix.repeat_share) * chance.expovariate(1.0)
+        if at_s >= duration_s:
+            break
+        node, kind = chance.randrange(nodes), chance.random()
+        hit, slow_s = {node}, 0.0
+        if kind < mix.rack_share:
+            first = node // mix.rack_nodes * mix.rack_nodes
+            hit = set(range(first, min(first + mix.rack_nodes, nodes)))
+        elif kind < mix.rack_share + mix.slow_share:
+            slow_s = mix.slow_s * chance.expovariate(1.0)
+        faults.append(Fault(at_s, frozenset(hit), slow_s, mix.slowdown if slow_s else 0.0))
+        again_s = at_s
+        while chance.random() < mix.repeat_share:
+            again_s += mix.repeat_s * chance.expovariate(1.0)
+            faults.append(Fault(again_s, frozenset((node,))))
+    return tuple(sorted((one for one in faults if one.at_s < duration_s), key=lambda fault: fault.at_s))
 
 
 def load_trace(path: Path, nodes: int | None = None) -> tuple[Fault, ...]:

@@ -71,7 +71,8 @@ def _dense(question: Question, choice: Choice) -> str:
 
 def _storage(question: Question, choice: Choice) -> str:
     """What the loss of a node with all its peers goes back to; the simulation counts on it."""
-    every = max(question.setting.persist_interval, choice.interval)
+    setting = question.setting
+    every = max(setting.persist_interval, choice.interval, 2 * setting.upload_iterations)
     return f" --moe-ckpt-persist-dir DIR --moe-ckpt-persist-interval {every}"
 
 

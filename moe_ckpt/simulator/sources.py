@@ -25,7 +25,10 @@ CONSTANTS = {
         "fitted",
         f"{_TABLE3}: CheckFreq's intervals, the same 3 rows; for this project its ETTR, 12 cells, with a cold launch",
     ),
-    "persist_every_s": ("published", "Gemini's three hours"),
+    "persist_every_s": (
+        "published",
+        "Gemini's three hours; for this project half an hour, as racks fail: docs/results/failure-traces.md",
+    ),
     "detect_s": ("assumed", "heartbeats of a few seconds"),
     "cold_launch_s": ("fitted", f"{_TABLE3}: ETTR of Gemini, 12 cells; with the node's replacement, on Azure"),
     "connect_s": ("published", "MegaScale (NSDI 2024) 3.5: under 5 s for 2,048 GPUs, under 30 s for more than 10,000"),

@@ -34,5 +34,5 @@ def test_full_gains_less_the_rarer_faults_are_and_the_band_holds_it() -> None:
 
 
 def test_at_the_break_even_full_gains_half_a_point() -> None:
-    found = break_even._stock(break_even._setting(64, "cold"), break_even.break_even_s(64))
+    found = break_even._stock(break_even.job_setting(64, "cold"), break_even.break_even_s(64))
     assert abs(found.gain - break_even.WORTH) < 0.001

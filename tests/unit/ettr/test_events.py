@@ -220,3 +220,12 @@ def test_sixteen_thousand_ranks_take_no_longer_per_fault_than_a_hundred() -> Non
             simulate(found, one, 43_200)
         seconds.append(time.process_time() - began)
     assert seconds[1] < 20 * seconds[0]
+
+
+def test_a_slow_node_costs_what_was_not_trained_meanwhile_at_most_since_training_went_on() -> None:
+    usual = simulate(simple(), (at(100.0, 0),), 200.0)
+    slow = simulate(simple(), (Fault(100.0, frozenset((0,)), slow_s=40.0, slowdown=1.0),), 200.0)
+    assert usual.useful_s - slow.useful_s == pytest.approx(20.0)
+    assert slow.useful_s + slow.recovery_s == pytest.approx(200.0)
+    longer = simulate(simple(), (Fault(100.0, frozenset((0,)), slow_s=1e6, slowdown=1.0),), 200.0)
+    assert usual.useful_s - longer.useful_s == pytest.approx(50.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from moe_ckpt.simulator.faults import load_trace, poisson
+from moe_ckpt.simulator.faults import FailureMix, correlated, load_trace, poisson
 
 
 @given(st.integers(0, 2**32), st.floats(60, 10_000), st.integers(1, 100))
@@ -54,3 +55,28 @@ def test_a_broken_trace_is_refused_with_the_place(tmp_path: Path, text: str, com
 def test_a_trace_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.csv"):
         load_trace(tmp_path / "nowhere.csv")
+
+
+def test_correlated_faults_are_as_many_as_those_by_chance_and_take_racks_repeated_and_slow_nodes() -> None:
+    mix, span_s = FailureMix(), 3600.0 * 20_000
+    found = correlated(3600.0, span_s, 64, seed=3)
+    assert len(found) == pytest.approx(20_000, rel=0.03)
+    assert [fault.at_s for fault in found] == sorted(fault.at_s for fault in found)
+    racks = [fault for fault in found if len(fault.nodes) > 1]
+    primary = (1 - mix.repeat_share) * len(found)
+    assert len(racks) / primary == pytest.approx(mix.rack_share, rel=0.1)
+    assert all(len(fault.nodes) == 4 and min(fault.nodes) % 4 == 0 for fault in racks)
+    assert sum(fault.slow_s > 0 for fault in found) / primary == pytest.approx(mix.slow_share, rel=0.1)
+    again = sum(one.nodes <= other.nodes or other.nodes <= one.nodes for one, other in pairwise(found))
+    alone = correlated(3600.0, span_s, 64, seed=3, mix=FailureMix(repeat_share=0.0))
+    assert again > 3 * sum(one.nodes <= other.nodes or other.nodes <= one.nodes for one, other in pairwise(alone))
+
+
+def test_the_same_seed_gives_the_same_correlated_faults() -> None:
+    assert correlated(600.0, 36000.0, 8, seed=1) == correlated(600.0, 36000.0, 8, seed=1)
+    assert correlated(600.0, 36000.0, 8, seed=1) != correlated(600.0, 36000.0, 8, seed=2)
+
+
+def test_a_share_of_one_is_refused() -> None:
+    with pytest.raises(UsageError, match="repeat_share is 1"):
+        FailureMix(repeat_share=1.0)
