@@ -57,7 +57,7 @@ The parallel layout stays that of the job; the checkpoint can then be loaded und
 of a job on GPUs need no GPU: the random states of its devices are carried along unchanged. Its sparse windows do, as a
 CPU does not repeat iterations of a GPU to the last bit: they are refused.
 
-With --to hf SOURCE is a dense checkpoint of a Mixtral, Qwen3-MoE or DeepSeek-V3 (an iteration, or a --save folder),
+With --to hf SOURCE is a dense checkpoint of a supported model (docs/hugging_face.md; an iteration, or a --save folder),
 of any parallel layout, and OUT a new folder that transformers loads: config.json, safetensors, tokenizer. With --from
 hf it is the other way around: OUT/release is a checkpoint of the weights, which any layout loads. Numbers move and are
 never changed, so there and back gives the same bytes. No job and no GPU is needed, and memory for one file of weights:

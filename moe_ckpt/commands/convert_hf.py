@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from moe_ckpt.megatron_core import load_megatron_core
+from moe_ckpt.report import shown
 from moe_ckpt.report.progress import progress
+
+if TYPE_CHECKING:
+    from ..hugging_face.exporting import Exported
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -31,10 +36,17 @@ def to_hugging_face(
     from ..hugging_face.exporting import ExportRequest, export
 
     try:
-        tensors = export(ExportRequest(source, out, hf_model, most_bytes), partial(progress, "converting"))
+        made = export(ExportRequest(source, out, hf_model, most_bytes), partial(progress, "converting"))
     except OSError as error:
         raise _unwritable(error, out) from error
-    return f"{out} holds {tensors} tensors that transformers loads", {"folder": str(out), "tensors": tensors}
+    return f"{out} holds a {_described(made)}", {"folder": str(out)} | asdict(made)
+
+
+def _described(made: Exported) -> str:
+    said = f"{made.model}: {made.tensors} tensors in {' and '.join(made.dtypes)}, {shown(made.nbytes, 'bytes')}"
+    said += f", {made.files} file{'s' * (made.files > 1)}"
+    said += f"; {made.padding} tokens only pad the vocabulary" if made.padding else ""
+    return said + ("" if made.has_tokenizer else "; no tokenizer: give --hf-model a folder that has one")
 
 
 def from_hugging_face(source: Path, out: Path) -> tuple[str, dict[str, Any]]:

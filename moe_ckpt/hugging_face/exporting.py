@@ -27,6 +27,7 @@ from .folder import (
     read_weight_map,
     safetensors,
     sharding,
+    unquantized,
     write_json,
     write_shard,
 )
@@ -56,7 +57,20 @@ class ExportRequest:
     most_bytes: int | None = None
 
 
-def export(request: ExportRequest, watch: Watch) -> int:
+@dataclass(frozen=True)
+class Exported:
+    """What was written. model: As transformers names it. padding: Tokens that only pad the vocabulary."""
+
+    model: str
+    tensors: int
+    dtypes: tuple[str, ...]
+    files: int
+    nbytes: int
+    has_tokenizer: bool
+    padding: int
+
+
+def export(request: ExportRequest, watch: Watch) -> Exported:
     """Write the folder, and publish it by one rename.
 
     Args:
@@ -64,7 +78,7 @@ def export(request: ExportRequest, watch: Watch) -> int:
         watch: is called with the bytes to be read and written; what it yields is called with those that are done.
 
     Returns:
-        The number of tensors written. Raises UsageError, UnreadableCheckpoint, OSError.
+        What was written. Raises UsageError, UnreadableCheckpoint, OSError.
     """
     safetensors()  # before anything is read
     checkpoint = _opened(request.source)
@@ -88,7 +102,18 @@ def export(request: ExportRequest, watch: Watch) -> int:
                 write_shard(staging / file, tensors)
                 advance(sum(tensor.nbytes for tensor in tensors.values()))
             _write_rest(staging, config, like, files, sum(nbytes for _, nbytes in sizes))
-    return len(sizes)
+    dtypes = sorted({str(place.dtype).removeprefix("torch.") for place in found.values()})
+    tokens = _arguments(checkpoint).get("vocab_size")
+    return Exported(
+        model=model.name,
+        tensors=len(sizes),
+        dtypes=tuple(dtypes),
+        files=len(set(files.values())),
+        nbytes=sum(nbytes for _, nbytes in sizes),
+        has_tokenizer=(request.target / "tokenizer_config.json").exists()
+        or (request.target / "tokenizer.json").exists(),
+        padding=model.vocabulary - tokens if isinstance(tokens, int) and tokens < model.vocabulary else 0,
+    )
 
 
 def _opened(source: Path) -> DenseCheckpoint:
@@ -145,10 +170,10 @@ def _shards(
 
 
 def _write_rest(staging: Path, config: Config, like: Path | None, files: Mapping[str, str], nbytes: int) -> None:
-    if like is None:
-        write_json(staging / CONFIG, config.values)
-    else:
+    if like is not None:
         carry(like, staging, config=True)
+    if like is None or unquantized(config.values) != config.values:
+        write_json(staging / CONFIG, unquantized(config.values))
     if len(set(files.values())) == 1:
         (staging / INDEX).unlink(missing_ok=True)
     elif like is None or read_weight_map(like) != files:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +39,39 @@ def safetensors() -> Any:
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SCALED, _SCALE = "F8_E4M3", "_scale_inv"
+_FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is and what its file says of it."""
+    """Where a tensor is and what its file says of it.
+
+    dtype: With which it is read. part: The tensor of the file that it is a part of: its name, an expert and its rows.
+    is_scaled: It is in fp8 there, with a tensor of scales. renamed: Its name there, if that is another.
+    """
 
     file: str
     shape: Shape
     dtype: torch.dtype
+    part: tuple[str, int, slice] | None = None
+    is_scaled: bool = False
+    renamed: str = ""
 
 
 class Folder:
     """The weights of a folder, of which only the headers are read.
 
-    tensors: By name. Raises UnreadableCheckpoint for what is not there or cut short, UsageError for pickles.
+    Args:
+        path: The folder.
+        scale_block: Rows and columns that share a scale, for weights in fp8; None: none are.
+
+    Attributes:
+        tensors: By name. Raises UnreadableCheckpoint for what is not there or cut short, UsageError for pickles.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, scale_block: tuple[int, int] | None = None) -> None:
+        self.path, self._scale_block = path, scale_block
         self.tensors: dict[str, Stored] = {}
         for file in self._files():
             with self._opened(file) as opened:
@@ -66,11 +81,55 @@ class Folder:
             if name not in self.tensors or self.tensors[name].file != file:
                 raise UnreadableCheckpoint(f"{path / file} lacks {name}, which {INDEX} promises; copy the folder again")
 
+        self._scales = {name: self.tensors.pop(name) for name in list(self.tensors) if self._is_scale(name)}
+        bare = [name for name, one in self.tensors.items() if one.is_scaled and name + _SCALE not in self._scales]
+        if bare:
+            raise UnreadableCheckpoint(f"{path} has no {bare[0]}{_SCALE}; copy the folder again")
+
+    def _is_scale(self, name: str) -> bool:
+        weight = self.tensors.get(name.removesuffix(_SCALE)) if name.endswith(_SCALE) else None
+        return weight is not None and weight.is_scaled
+
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU. Raises UnreadableCheckpoint."""
-        with self._opened(self.tensors[name].file) as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-        return found
+        """One tensor, on the CPU; of fp8 what it stands for, in bf16. Raises UnreadableCheckpoint."""
+        stored = self.tensors[name]
+        with self._opened(stored.file) as opened:
+            if stored.part is None:
+                found: torch.Tensor = opened.get_tensor(stored.renamed or name)
+            else:
+                fused, expert, rows = stored.part
+                found = opened.get_slice(fused)[expert : expert + 1, rows][0]
+        if not stored.is_scaled:
+            return found
+        with self._opened(self._scales[name + _SCALE].file) as opened:
+            scales = opened.get_tensor(name + _SCALE).float()
+        assert self._scale_block is not None
+        for axis, size in enumerate(self._scale_block):
+            scales = scales.repeat_interleave(size, dim=axis).narrow(axis, 0, found.shape[axis])
+        return (found.float() * scales).to(stored.dtype)
+
+    def unfuse(self, module: str, names: tuple[str, str, str]) -> None:
+        """Give experts that are one tensor, as transformers 5 holds them, the names that each has alone.
+
+        Args:
+            module: Which has the experts of a layer, by its published name.
+            names: Of gate, up and down projection of one expert.
+        """
+        gate, up, down = names
+        for fused in [name for name in self.tensors if _FUSED.fullmatch(name)]:
+            stored, at = self.tensors.pop(fused), fused.partition(".mlp.experts.")[0]
+            if len(stored.shape) != 3:
+                raise UsageError(f"{self.path}: {fused} {stored.shape} is not one matrix for each expert")
+            experts, rows, width = stored.shape
+            parts = {gate: slice(0, rows // 2), up: slice(rows // 2, rows)}
+            for part, taken in ({down: slice(0, rows)} if fused.endswith("down_proj") else parts).items():
+                shape = taken.stop - taken.start, width
+                for expert in range(experts):
+                    own = f"{at}.{module}.experts.{expert}.{part}.weight"
+                    self.tensors[own] = replace(stored, shape=shape, part=(fused, expert, taken))
+            router = self.tensors.pop(f"{at}.mlp.gate.weight", None)
+            if router is not None:
+                self.tensors[f"{at}.{module}.gate.weight"] = replace(router, renamed=f"{at}.mlp.gate.weight")
 
     def _files(self) -> list[str]:
         weight_map = read_weight_map(self.path)
@@ -90,11 +149,13 @@ class Folder:
 
     def _note(self, name: str, file: str, found: Any) -> None:
         kind = found.get_dtype()
-        if kind not in _DTYPES:
+        is_scaled = kind == _SCALED and self._scale_block is not None
+        if kind not in _DTYPES and not is_scaled:
             raise UsageError(f"{self.path / file}: {name} is {kind}; only {', '.join(_DTYPES)} can be converted")
         if name in self.tensors:
             raise UnreadableCheckpoint(f"{self.path}: {name} is in {self.tensors[name].file} and in {file}")
-        self.tensors[name] = Stored(file, tuple(found.get_shape()), _DTYPES[kind])
+        dtype = torch.bfloat16 if is_scaled else _DTYPES[kind]
+        self.tensors[name] = Stored(file, tuple(found.get_shape()), dtype, is_scaled=is_scaled)
 
     @contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
@@ -112,6 +173,11 @@ def read_config(path: Path) -> Config:
     if found is None:
         raise UnreadableCheckpoint(f"{path} has no {CONFIG}: give a folder as save_pretrained writes it")
     return Config(found, str(path / CONFIG))
+
+
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of the same model with weights that are not quantized."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def read_weight_map(path: Path) -> dict[str, str] | None:

@@ -22,8 +22,8 @@ from ..dense.dense_writer import DenseWriter
 from ..dense.integrity import FORMAT_VERSION, MARK, seal
 from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker
 from .exporting import BESIDE
-from .families import Model, read_model
-from .folder import CONFIG, Folder, carry, read_config
+from .families import Model, read_model, scale_block
+from .folder import CONFIG, INDEX, Folder, carry, read_config, unquantized, write_json
 from .saved import few
 from .weights import Weight
 
@@ -44,8 +44,10 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
     """
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder: give one as save_pretrained writes it")
-    model = read_model(read_config(source))
-    folder = Folder(source)
+    config = read_config(source)
+    model = read_model(config)
+    folder = Folder(source, scale_block(config))
+    folder.unfuse(*model.experts)
     weights = list(model.weights())
     dtype = _check(folder, weights)
     final, staging = _target(root)
@@ -166,7 +168,7 @@ def _write_extra_states(writer: DenseWriter, model: Model, sizes: tuple[int | No
     place, known = writer.put(content.getvalue()), set()
     for weight in model.weights():
         for name in weight.names:
-            module = re.sub(r"\.(layer_norm_)?weight$|\.expert_bias$", "._extra_state", name)
+            module = re.sub(r"\.(layer_norm_)?weight$|\.(expert_)?bias$", "._extra_state", name)
             full, leading, index = _stacked(weight, module, *sizes)
             key = f"{full}/shard_{'.'.join(map(str, index)) or 0}_{'.'.join(map(str, leading)) or 1}"
             if key not in known:
@@ -191,6 +193,10 @@ def _carried(source: Path, root: Path) -> None:
     beside = root / BESIDE
     beside.mkdir(exist_ok=True)
     carry(source, beside, config=True)
+    config = read_config(source)
+    if scale_block(config) is not None:  # what is exported from here is not
+        write_json(beside / CONFIG, unquantized(config.values))
+        (beside / INDEX).unlink(missing_ok=True)
     if not (beside / CONFIG).is_file():
         raise OSError(f"{beside / CONFIG} was not written")
 
@@ -202,7 +208,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 _SWITCHES = {"add_bias_linear": ("--disable-bias-linear", False)}
 _LEFT_OUT = {"moe_shared_expert_intermediate_size": 0, "mtp_num_layers": 0, "original_max_position_embeddings": 4096}
-_NOT_FLAGS = ("moe_shared_expert_gate", "add_qkv_bias")
+_NOT_FLAGS = ("moe_shared_expert_gate",)
 
 
 def _flag(name: str, value: Any) -> list[str]:

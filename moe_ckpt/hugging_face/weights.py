@@ -62,12 +62,12 @@ class GroupedHeads:
     def split(self, joined: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """As `Form.split`."""
         sizes = [shape[0] // self.groups for shape in shapes]
-        grouped = joined.reshape(self.groups, sum(sizes), -1)
+        grouped = joined.reshape(self.groups, sum(sizes), *joined.shape[1:])
         return [part.reshape(shape) for part, shape in zip(grouped.split(sizes, dim=1), shapes, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        width = parts[0].shape[-1]
-        return torch.cat([part.reshape(self.groups, -1, width) for part in parts], dim=1).reshape(-1, width)
+        width = parts[0].shape[1:]  # none for a bias
+        return torch.cat([part.reshape(self.groups, -1, *width) for part in parts], dim=1).reshape(-1, *width)
 
     def fits(self, joined: Shape, shapes: Sequence[Shape]) -> bool:
         """As `Form.fits`."""

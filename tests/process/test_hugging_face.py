@@ -36,7 +36,22 @@ FAMILIES = {
         "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
     ),
 }
+FAMILIES["deepseek_v2"] = (
+    "--transformer-impl transformer_engine --moe-grouped-gemm --untie-embeddings-and-output-weights "
+    "--multi-latent-attention --qk-layernorm --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+    "--rotary-scaling-factor 1 --moe-layer-freq [0,1] --ffn-hidden-size 48 --num-experts 8 "
+    "--moe-shared-expert-intermediate-size 32 --moe-router-pre-softmax --moe-router-topk 3 "
+    "--moe-router-topk-scaling-factor 1.5"
+)
+FAMILIES["glm4_moe"] = (
+    f"{GROUPED} --qk-layernorm --kv-channels 16 --moe-layer-freq [0,1] --ffn-hidden-size 48 --num-experts 8 "
+    "--untie-embeddings-and-output-weights --rotary-percent 0.5 --add-qkv-bias "
+    "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.1 --moe-router-topk 4 --moe-router-topk-scaling-factor 2.5"
+)
 LAYOUTS = {
+    "deepseek_v2": Layout(tp=1, pp=1, ep=2, ranks=2),
+    "glm4_moe": Layout(tp=2, pp=1, ep=1, ranks=2),
     "mixtral": Layout(tp=2, pp=1, ep=2, ranks=2),
     "qwen3_moe": Layout(tp=1, pp=2, ep=1, ranks=2),
     "deepseek_v3": Layout(tp=1, pp=1, ep=2, ranks=2),
@@ -67,7 +82,7 @@ class Trained:
 def trained(request: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two iterations in bf16 under some layout: nothing is as it was initialized, experts' biases neither."""
     family = request.param
-    worlds: World = request.getfixturevalue("engine_world" if family == "deepseek_v3" else "world")
+    worlds: World = request.getfixturevalue("engine_world" if "deepseek" in family else "world")
     saved = tmp_path_factory.mktemp(family) / "saved"
     own = (*SHARED.split(), *FAMILIES[family].split())
     argv = flags(corpus, LAYOUTS[family], *own, "--bf16", "--save", str(saved))

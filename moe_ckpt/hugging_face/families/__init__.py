@@ -11,9 +11,10 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from ..arguments import require_same, resolved
 from ..config import Config
 from ..weights import Weight
-from . import deepseek_v3, mixtral, qwen3_moe
+from . import deepseek_v2, deepseek_v3, glm4_moe, mixtral, qwen3_moe
+from .layers import LLAMA_NAMES
 
-FAMILIES = {family.MODEL_TYPE: family for family in (mixtral, qwen3_moe, deepseek_v3)}
+FAMILIES = {family.MODEL_TYPE: family for family in (mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe)}
 
 
 class Model:
@@ -22,12 +23,14 @@ class Model:
     Attributes:
         arguments: of Megatron.
         vocabulary: tokens, without padding.
+        experts: module with the experts of a layer, and names of gate, up and down projection, in Hugging Face.
     """
 
     def __init__(self, family: ModuleType, config: Config) -> None:
         self.name = str(family.ARCHITECTURE)
         self.arguments: dict[str, Any] = family.arguments(config)
         self.vocabulary = config.number("vocab_size")
+        self.experts: tuple[str, tuple[str, str, str]] = getattr(family, "EXPERTS", ("mlp", LLAMA_NAMES))
         self._family = family
 
     def weights(self) -> Iterator[Weight]:
@@ -46,9 +49,26 @@ def read_model(config: Config) -> Model:
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures", [])) or kind
         raise UsageError(f"{config.place} is of {named}: only {', '.join(FAMILIES)} can be converted")
-    if config.get("quantization_config") is not None:
-        raise UsageError(f"{config.place}: quantized weights cannot be converted; give those in bf16, fp16 or fp32")
+    scale_block(config)
     return Model(FAMILIES[kind], config)
+
+
+def scale_block(config: Config) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in weights published in fp8, as DeepSeek-V3's; None for others.
+
+    Raises UsageError for weights that are quantized in another way.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    is_known = isinstance(found, dict) and found.get("quant_method") == "fp8"
+    block = tuple(found.get("weight_block_size") or ()) if is_known else ()
+    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise UsageError(
+            f"{config.place}: quantized weights cannot be converted, except fp8 with a weight_block_size; give those in"
+            " bf16, fp16 or fp32"
+        )
+    return block[0], block[1]
 
 
 def written_config(saved: Mapping[str, Any], vocabulary: int, dtype: str) -> dict[str, Any]:
@@ -64,8 +84,11 @@ def written_config(saved: Mapping[str, Any], vocabulary: int, dtype: str) -> dic
     values = resolved(saved)
     if not values.get("num_experts"):
         raise UsageError("a model without experts cannot be converted, only those of " + ", ".join(FAMILIES))
-    plain = qwen3_moe if values["qk_layernorm"] else mixtral
-    family = deepseek_v3 if values["multi_latent_attention"] else plain
+    by_sigmoid = values["moe_router_score_function"] == "sigmoid"
+    if values["multi_latent_attention"]:
+        family = deepseek_v3 if by_sigmoid else deepseek_v2
+    else:
+        family = glm4_moe if by_sigmoid else qwen3_moe if values["qk_layernorm"] else mixtral
     found: dict[str, Any] = family.config(saved)
     found |= {"architectures": [family.ARCHITECTURE], "model_type": family.MODEL_TYPE}
     found |= {"vocab_size": vocabulary, "torch_dtype": dtype, "use_cache": True}

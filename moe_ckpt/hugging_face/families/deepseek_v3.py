@@ -5,7 +5,7 @@ Layers that predict further tokens (MTP) follow the others in Hugging Face's num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,18 @@ MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
 
 def arguments(config: Config) -> dict[str, Any]:
     """Megatron's arguments for a model of Hugging Face. Raises UsageError for what its modules do not compute."""
-    for name, value in (("hidden_act", "silu"), ("attention_bias", False), ("rope_interleave", True)):
+    for name, value in (("attention_bias", False), ("rope_interleave", True), ("norm_topk_prob", True)):
         config.require(name, value)
-    config.require("norm_topk_prob", True)
+    return COMMON | latent_attention(config) | router_groups(config) | mixture(config)
+
+
+def mixture(config: Config) -> dict[str, Any]:
+    """Layers, experts and router: dense layers first, shared experts, sigmoids with a bias. Raises UsageError."""
+    config.require("hidden_act", "silu")
     layers, dense = config.number("num_hidden_layers"), config.number("first_k_dense_replace", 0)
     experts = config.number("n_routed_experts", config.get("num_local_experts"))
     width = config.number("moe_intermediate_size")
-    return COMMON | _latent(config) | _groups(config) | {
+    return {
         "num_layers": layers,
         "hidden_size": config.number("hidden_size"),
         "num_attention_heads": config.number("num_attention_heads"),
@@ -44,10 +49,11 @@ def arguments(config: Config) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": width * config.number("n_shared_experts", 0),
         "moe_shared_expert_gate": False,
         "mtp_num_layers": config.number("num_nextn_predict_layers", 0),
-    }  # fmt: skip
+    }
 
 
-def _latent(config: Config) -> dict[str, Any]:
+def latent_attention(config: Config) -> dict[str, Any]:
+    """Latent attention (MLA). Raises UsageError for rotary embeddings that Megatron does not compute."""
     rope = config.rope()
     found: dict[str, Any] = {
         "multi_latent_attention": True,
@@ -76,7 +82,8 @@ def _latent(config: Config) -> dict[str, Any]:
 _SCALES, _POSITIONS = ("mscale", "mscale_all_dim"), "original_max_position_embeddings"
 
 
-def _groups(config: Config) -> dict[str, Any]:
+def router_groups(config: Config) -> dict[str, Any]:
+    """Groups of experts of which some are selected first. Raises UsageError where Megatron ranks them otherwise."""
     groups, selected = config.number("n_group", 1), config.number("topk_group", 1)
     if groups > 1 and config.number("num_experts_per_tok") // selected != 2:
         raise UsageError(
@@ -90,26 +97,35 @@ def _groups(config: Config) -> dict[str, Any]:
 
 def config(saved: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` for Megatron's arguments, without the vocabulary and the dtype. Raises UsageError."""
+    found = mixture_config(saved, "DeepSeek-V3") | latent_config(saved)
+    return found | {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def mixture_config(saved: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """What `mixture` reads, from Megatron's arguments. Raises UsageError.
+
+    Args:
+        saved: Arguments of Megatron that the checkpoint was trained with.
+        family: Name of the family in errors.
+    """
     values = resolved(saved)
     with_experts, width = moe_layers(values), values["moe_ffn_hidden_size"]
     dense = with_experts.index(True) if True in with_experts else len(with_experts)
     if not all(with_experts[dense:]) or values["moe_shared_expert_intermediate_size"] % width:
         raise UsageError(
-            f"no DeepSeek-V3 has moe_layer_freq {values['moe_layer_freq']} with shared experts of "
+            f"no {family} has moe_layer_freq {values['moe_layer_freq']} with shared experts of "
             f"{values['moe_shared_expert_intermediate_size']} beside experts of {width}: dense layers come first, and "
             "shared experts are as wide as whole experts"
         )
     if saved.get("mtp_use_repeated_layer") and values["mtp_num_layers"] > 1:
         raise UsageError(
-            "--mtp-use-repeated-layer: no DeepSeek-V3 predicts further tokens with one layer again and again"
+            f"--mtp-use-repeated-layer: no {family} predicts further tokens with one layer again and again"
         )
-    found = {
-        "attention_bias": False,
+    return {
         "first_k_dense_replace": dense,
         "hidden_act": "silu",
         "hidden_size": values["hidden_size"],
         "intermediate_size": values["ffn_hidden_size"],
-        "kv_lora_rank": values["kv_lora_rank"],
         "max_position_embeddings": values["max_position_embeddings"],
         "moe_intermediate_size": width,
         "n_group": values["moe_router_num_groups"],
@@ -119,19 +135,25 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": values["num_attention_heads"],
         "num_experts_per_tok": values["moe_router_topk"],
         "num_hidden_layers": values["num_layers"],
-        "num_key_value_heads": values["num_attention_heads"],
         "num_nextn_predict_layers": values["mtp_num_layers"],
+        "rms_norm_eps": values["norm_epsilon"],
+        "rope_theta": float(values["rotary_base"]),
+        "routed_scaling_factor": values["moe_router_topk_scaling_factor"],
+        "tie_word_embeddings": not values["untie_embeddings_and_output_weights"],
+        "topk_group": values["moe_router_group_topk"],
+    }
+
+
+def latent_config(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What `latent_attention` reads, from Megatron's arguments."""
+    values = resolved(saved)
+    found = {
+        "attention_bias": False,
+        "kv_lora_rank": values["kv_lora_rank"],
+        "num_key_value_heads": values["num_attention_heads"],
         "q_lora_rank": values["q_lora_rank"],
         "qk_nope_head_dim": values["qk_head_dim"],
         "qk_rope_head_dim": values["qk_pos_emb_head_dim"],
-        "rms_norm_eps": values["norm_epsilon"],
-        "rope_interleave": True,
-        "rope_theta": float(values["rotary_base"]),
-        "routed_scaling_factor": values["moe_router_topk_scaling_factor"],
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": not values["untie_embeddings_and_output_weights"],
-        "topk_group": values["moe_router_group_topk"],
-        "topk_method": "noaux_tc",
         "v_head_dim": values["v_head_dim"],
     }
     # A stretch of 1 is none, whatever the type is called.
@@ -148,29 +170,46 @@ def weights(needed: Mapping[str, Any], vocabulary: int) -> Iterator[Weight]:
         needed: Arguments of Megatron for this model.
         vocabulary: Rows of the embedding in Hugging Face's tensors, without Megatron's padding.
     """
+    return mixture_weights(needed, vocabulary, latent_weights)
+
+
+Attention = Callable[[int, Mapping[str, Any]], Iterator[Weight]]
+
+
+def mixture_weights(needed: Mapping[str, Any], vocabulary: int, attention: Attention) -> Iterator[Weight]:
+    """All tensors of a model of this kind.
+
+    Args:
+        needed: Arguments of Megatron for this model.
+        vocabulary: Rows of the embedding in Hugging Face's tensors, without Megatron's padding.
+        attention: Gives the tensors of the attention of a layer.
+    """
     yield from ends(vocabulary, needed)
     with_experts = moe_layers(needed)
     for layer, experts in enumerate(with_experts):
-        yield from _layer(layer, needed, experts=experts)
+        yield from _layer(layer, needed, attention, experts=experts)
     for ahead in range(needed["mtp_num_layers"]):
-        yield from _layer_ahead(ahead, needed, vocabulary, experts=with_experts[-1])
+        yield from _layer_ahead(ahead, needed, vocabulary, attention, experts=with_experts[-1])
 
 
-def _layer(layer: int, needed: Mapping[str, Any], *, experts: bool) -> Iterator[Weight]:
+def _layer(layer: int, needed: Mapping[str, Any], attention: Attention, *, experts: bool) -> Iterator[Weight]:
     hidden = needed["hidden_size"]
-    yield from _latent_attention(layer, needed)
+    yield from attention(layer, needed)
     yield norm_before_mlp(layer, hidden, experts=experts)
     if not experts:
         yield from gated_mlp(layer, "mlp", "mlp", (hidden, needed["ffn_hidden_size"]), LLAMA_NAMES)
         return
     yield from routed_experts(layer, "mlp", needed)
-    bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (needed["num_experts"],))
-    yield Weight(("mlp.router.expert_bias",), (bias,), layer=layer)
+    if needed["moe_router_enable_expert_bias"]:
+        bias = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (needed["num_experts"],))
+        yield Weight(("mlp.router.expert_bias",), (bias,), layer=layer)
     if shared := needed["moe_shared_expert_intermediate_size"]:
         yield from gated_mlp(layer, "mlp.shared_experts", "mlp.shared_experts", (hidden, shared), LLAMA_NAMES)
 
 
-def _layer_ahead(ahead: int, needed: Mapping[str, Any], vocabulary: int, *, experts: bool) -> Iterator[Weight]:
+def _layer_ahead(
+    ahead: int, needed: Mapping[str, Any], vocabulary: int, attention: Attention, *, experts: bool
+) -> Iterator[Weight]:
     """One layer that predicts a further token; Hugging Face repeats the embedding and the head of the model in it."""
     layer, hidden = needed["num_layers"] + ahead, needed["hidden_size"]
     at, table = f"model.layers.{layer}.", (vocabulary, hidden)
@@ -187,12 +226,18 @@ def _layer_ahead(ahead: int, needed: Mapping[str, Any], vocabulary: int, *, expe
     }
     for ours, (theirs, shape) in own.items():
         yield Weight((ours,), ((at + theirs, shape),), ahead=ahead)
-    for weight in _layer(layer, needed, experts=experts):
+    for weight in _layer(layer, needed, attention, experts=experts):
         names = tuple(f"transformer_layer.{name}" for name in weight.names)
         yield replace(weight, names=names, layer=None, ahead=ahead)
 
 
-def _latent_attention(layer: int, needed: Mapping[str, Any]) -> Iterator[Weight]:
+def latent_weights(layer: int, needed: Mapping[str, Any]) -> Iterator[Weight]:
+    """Latent attention of one layer with the norm before it.
+
+    Args:
+        layer: Number of the layer, from 0.
+        needed: Arguments of Megatron for this model.
+    """
     hidden, heads = needed["hidden_size"], needed["num_attention_heads"]
     rotated, plain, values = needed["qk_pos_emb_head_dim"], needed["qk_head_dim"], needed["v_head_dim"]
     queries, latent = needed["q_lora_rank"], needed["kv_lora_rank"]

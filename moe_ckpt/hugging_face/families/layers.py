@@ -40,6 +40,9 @@ def attention(layer: int, arguments: Mapping[str, Any]) -> Iterator[Weight]:
     shapes = {"q": (heads * size, hidden), "k": (groups * size, hidden), "v": (groups * size, hidden)}
     three = tuple((f"{at}self_attn.{name}_proj.weight", shape) for name, shape in shapes.items())
     yield Weight(("self_attention.linear_qkv.weight",), three, GroupedHeads(groups), layer)
+    if values["add_qkv_bias"]:
+        biases = tuple((f"{at}self_attn.{name}_proj.bias", shape[:1]) for name, shape in shapes.items())
+        yield Weight(("self_attention.linear_qkv.bias",), biases, GroupedHeads(groups), layer)
     output = (f"{at}self_attn.o_proj.weight", (hidden, heads * size))
     yield Weight(("self_attention.linear_proj.weight",), (output,), layer=layer)
     norm = (f"{at}input_layernorm.weight", (hidden,))

@@ -11,6 +11,7 @@ from ..weights import Weight
 from .layers import attention, ends, norm_before_mlp, routed_experts
 
 MODEL_TYPE, ARCHITECTURE = "mixtral", "MixtralForCausalLM"
+EXPERTS = "block_sparse_moe", ("w1", "w3", "w2")
 
 
 def arguments(config: Config) -> dict[str, Any]:
@@ -74,4 +75,4 @@ def weights(needed: Mapping[str, Any], vocabulary: int) -> Iterator[Weight]:
     for layer in range(needed["num_layers"]):
         yield from attention(layer, needed)
         yield norm_before_mlp(layer, needed["hidden_size"], experts=True)
-        yield from routed_experts(layer, "block_sparse_moe", needed, ("w1", "w3", "w2"))
+        yield from routed_experts(layer, EXPERTS[0], needed, EXPERTS[1])

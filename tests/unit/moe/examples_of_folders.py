@@ -32,6 +32,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
         "routed_scaling_factor": 2.5,
     },
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 1, "intermediate_size": 12,
+        "kv_lora_rank": 6, "moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 2,
+        "norm_topk_prob": False, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
+        "topk_method": "greedy", "v_head_dim": 4,
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 4,
+        "intermediate_size": 12, "moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 1,
+        "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True,
+    },
 }  # fmt: skip
 
 
@@ -42,7 +53,7 @@ def folder_of(family: str, folder: Path, **changes: Any) -> Path:
     weights = list(read_model(Config(config, family)).weights())
     parts = [part for weight in weights for part in weight.parts]
     tensors = {
-        name: torch.randn(shape, generator=draw).to(torch.float32 if "bias" in name else torch.bfloat16)
+        name: torch.randn(shape, generator=draw).to(torch.float32 if "e_score" in name else torch.bfloat16)
         for name, shape in parts
     }
     for weight in weights:

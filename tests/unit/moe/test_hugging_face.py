@@ -62,7 +62,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a torn config": (lambda folder: (folder / "config.json").write_text('{"model'), "config.json cannot be read"),
     "another family": (
         lambda folder: change_config(folder, model_type="llama", architectures=["LlamaForCausalLM"]),
-        "is of LlamaForCausalLM: only mixtral, qwen3_moe, deepseek_v3 can be converted",
+        "is of LlamaForCausalLM: only mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe can be converted",
     ),
     "quantized": (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized weights"),
     "another attention": (lambda folder: change_config(folder, sliding_window=4096), "sliding_window 4096 cannot"),
@@ -125,6 +125,74 @@ def test_a_folder_comes_back_byte_for_byte_also_through_a_template_and_other_siz
     expected = load_file(folder / WEIGHTS)
     assert len(files) > 2 and tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_in_one_tensor_are_taken_as_those_with_a_tensor_each(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path / "folder")
+    alone = load_file(folder / WEIGHTS)
+    names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    tensors = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in alone.items()}
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        every = {name: [tensors.pop(f"{at}.{expert}.{name}.weight", None) for expert in range(4)] for name in names}
+        gate, up, down = ([one for one in every[name] if one is not None] for name in names)
+        if gate:
+            tensors[f"{at}.gate_up_proj"] = torch.stack([torch.cat(two) for two in zip(gate, up, strict=True)])
+            tensors[f"{at}.down_proj"] = torch.stack(down)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    convert("--from", "hf", folder, tmp_path / "in")
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    assert back.keys() == alone.keys() and all(torch.equal(back[name], alone[name]) for name in alone)
+
+
+def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """Stores linear layers as DeepSeek publishes them, in blocks of 4 x 3; what they stand for, in bf16."""
+    stored = load_file(folder / WEIGHTS)
+    meant = dict(stored)
+    for name in [name for name in stored if "_proj.weight" in name]:
+        rows, columns = stored[name].shape
+        quantized = stored[name].float().to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 4), -(-columns // 3)) + 0.5
+        wide = torch.stack([scales[at // 4] for at in range(rows)])
+        wide = torch.stack([wide[:, at // 3] for at in range(columns)], dim=1)
+        meant[name] = (quantized.float() * wide).to(torch.bfloat16)
+        stored |= {name: quantized, f"{name}_scale_inv": scales}
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    change_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 3]})
+    return meant
+
+
+def test_weights_published_in_fp8_become_what_they_stand_for_and_are_exported_as_that(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v3", tmp_path / "folder", num_nextn_predict_layers=1)
+    meant = in_fp8(folder)
+    convert("--from", "hf", folder, tmp_path / "in")
+    for number, template in enumerate(([], ["--hf-model", folder])):
+        back = tmp_path / f"back{number}"
+        convert("--to", "hf", *template, tmp_path / "in", back)
+        assert "quantization_config" not in json.loads((back / "config.json").read_text())
+        found = load_file(back / WEIGHTS)
+        assert found.keys() == meant.keys() and all(torch.equal(found[name], meant[name]) for name in meant)
+
+
+def test_a_weight_in_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v3", tmp_path / "folder")
+    in_fp8(folder)
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    change_weights(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(UnreadableCheckpoint, match=f"has no {name}"):
+        convert("--from", "hf", folder, tmp_path / "in")
+
+
+def test_an_export_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    capsys.readouterr()
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    said = capsys.readouterr().out
+    assert "back holds a MixtralForCausalLM: " in said and " tensors in bfloat16, " in said
+    assert said.strip().endswith("1 file; no tokenizer: give --hf-model a folder that has one")
 
 
 def test_layers_that_predict_further_tokens_share_embedding_and_head_with_the_model(tmp_path: Path) -> None:
