@@ -14,6 +14,14 @@ def refuse(message: str) -> NoReturn:
     raise InvalidInput(message)
 
 
+def print_arguments_once(attempt: int) -> None:
+    """Leave out Megatron-LM's list of all arguments, 870 lines, where an earlier attempt of the job has printed it."""
+    from megatron.training import arguments
+
+    if attempt and hasattr(arguments, "_print_args"):
+        arguments._print_args = lambda title, args: None
+
+
 def cache_docstrings() -> None:
     """Read the docstrings that become `--help` once per process.
 

@@ -215,7 +215,7 @@ def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, 
 
     from megatron.core.dist_checkpointing.moe import stock
     from megatron.core.enums import ModelType
-    from megatron.pretrain.flags import cache_docstrings
+    from megatron.pretrain.flags import cache_docstrings, print_arguments_once
     from megatron.training import argument_utils, arguments, pretrain
 
     def connect() -> None:
@@ -223,6 +223,7 @@ def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, 
         start_process_group("gloo", Launch.from_environment(), _GROUP_TIMEOUT, interface)
 
     cache_docstrings()
+    print_arguments_once(launch.attempt)
     reports = _Reports(launch)
     protected = stock.protected(pretrain, reports, connect if device == "cpu" else None, recover_only=recover_only)
     if device == "cpu":

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 from megatron_flags import options
 
+from megatron.pretrain.flags import print_arguments_once
 from moe_ckpt.commands.convert import _DROPPED, recorded
 
 GIVEN = (
     "--num-layers 4 --save old --save-interval=5 --async-save --data-path 1 one 2 other --load old --finetune "
     "--moe-ckpt-inject-fault 0@1 --moe-ckpt-inject-fault=1@2 --moe-ckpt-window 3 --lr -1 --exit-interval 7 --bf16"
 )
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_only_the_first_attempt_of_a_job_prints_all_arguments(
+    attempt: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.training import arguments
+
+    name = "_print_args"
+    monkeypatch.setattr(arguments, name, getattr(arguments, name))
+    print_arguments_once(attempt)
+    getattr(arguments, name)("arguments", Namespace(lr=0.5))
+    assert ("lr ....." in capsys.readouterr().out) == (attempt == 0)
 
 
 def test_flags_of_saving_ending_and_faults_are_left_out_with_their_values() -> None:
