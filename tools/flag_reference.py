@@ -4,12 +4,26 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from moe_ckpt.commands.flags import sections
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "flags.md"
+OF_JOBS = {
+    "MOE_CKPT_SECRET_FILE": "as --moe-ckpt-secret-file, for commands as well",
+    "MOE_CKPT_PATIENCE_S": "seconds that the launcher gives ranks to end: those of --shutdown-timeout",
+    "MOE_CKPT_NODE": "name of the node, where the host's name changes with a restart, as in Kubernetes",
+    "MOE_CKPT_FLAGS": "flags of checkpoints for a job of Megatron-Bridge",
+}
+SCRIPTS = {
+    "scripts/slurm/job.sh": "Slurm",
+    "scripts/train_cpu.sh": "train_cpu.sh",
+    "scripts/gpu_there.sh": "gpu_there.sh",
+}
 HEADING = """# Flags
 
 Made by `python tools/flag_reference.py` from what `moe-ckpt flags` lists; change it there. `moe-ckpt-run` takes its
@@ -24,7 +38,28 @@ def render() -> str:
         lines += [f"## {title}", "", "| flag | meaning |", "|---|---|"]
         lines += [f"| `{cell(one.name)}` | {cell(one.help)} |" for one in flags]
         lines.append("")
+    lines += ["## Environment variables", "", "| variable | of | meaning |", "|---|---|---|"]
+    lines += [f"| `{name}` | every job | {cell(meaning)} |" for name, meaning in OF_JOBS.items()]
+    for file, of in SCRIPTS.items():
+        lines += [
+            f"| `{cell(name)}` | [{of}](../{file}) | {cell(meaning)} |" for name, meaning in variables(ROOT / file)
+        ]
+    lines.append("")
     return "\n".join(lines)
+
+
+def variables(script: Path) -> Iterator[tuple[str, str]]:
+    """What the head of a script says of its environment: names with defaults, and what they are for."""
+    name, said = "", ""
+    for line in (*script.read_text(encoding="utf-8").splitlines(), ""):
+        found = re.match(r"#   (MOE_CKPT_[^ ]+(?:(?:,| \(|\)) ?[^ ]+)*)(?:  +(.*))?$", line)
+        if name and (found or not line.startswith("#    ")):
+            yield name, said.strip()
+            name, said = "", ""
+        if found:
+            name, said = found[1], found[2] or ""
+        elif name:
+            said += f" {line[1:].strip()}"
 
 
 def cell(text: str) -> str:

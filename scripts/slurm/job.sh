@@ -12,7 +12,7 @@
 #   MOE_CKPT_MAX_RESTARTS (20)        restarts of the ranks within a run of the job
 #   MOE_CKPT_MIN_RUN_S (600)          a run that fails sooner than this would fail again: the job is not requeued
 #   MOE_CKPT_ON_STOP (requeue)        what happens when time is up: requeue, or end, for a chain of jobs
-#   MOE_CKPT_KEEP_MEMORY (0)        1 keeps snapshots in memory until the requeued job starts, for nodes that nobody
+#   MOE_CKPT_KEEP_MEMORY (0)          1 keeps snapshots in memory until the requeued job starts, for nodes that nobody
 #                                     else gets
 #   MOE_CKPT_TMPFS (/dev/shm)         where each node has the job's folder for snapshots in memory
 #   MOE_CKPT_IMAGE, MOE_CKPT_MOUNTS   container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)

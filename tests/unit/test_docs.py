@@ -349,6 +349,23 @@ def test_the_page_of_flags_is_what_the_command_lists() -> None:
     assert flags.PAGE.read_text(encoding="utf-8") == flags.render(), "run python tools/flag_reference.py"
 
 
+OF_OTHERS = re.compile(r"(SLURM|TORCH|CUDA|GLIBC|SBATCH|PYTHON)[A-Z_]*|BASH_SOURCE|HOME|USER|PATH|SECONDS|RANDOM")
+OF_ARGUMENTS = "NPROC TP PP EP VPP NNODES MAX_RESTARTS STANDBYS DATA SAVE HEAD JOB NODES TOKENIZER".split()
+"""Of scripts/train_cpu.sh, and of the examples that begin a job with what each user has elsewhere."""
+
+
+def test_scripts_take_no_setting_from_a_name_that_a_shell_may_have_for_something_else() -> None:
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".sh", ".sbatch")]
+    scripts += (ROOT / "examples").rglob("*.sh")
+    for script in scripts:
+        taken = re.findall(r"\$\{([A-Z][A-Z0-9_]*):[-=?+]", script.read_text(encoding="utf-8"))
+        bare = [name for name in taken if not OF_OTHERS.fullmatch(name) and name not in OF_ARGUMENTS]
+        assert [name for name in bare if not name.startswith("MOE_CKPT_")] == [], script
+        if script.parent.name == "scripts":
+            assert [name for name in bare if name not in page] == [], script
+
+
 def test_the_page_of_the_python_interface_is_made_from_docstrings_inherited_ones_too() -> None:
     interface = tool("api_reference")
     assert interface.PAGE.read_text(encoding="utf-8") == interface.render(), "run python tools/api_reference.py"
