@@ -382,7 +382,9 @@ def _layer_pattern(text: str) -> int | tuple[int, ...]:
     for part in text.replace(" ", "").strip("()").split("+"):
         found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", part)
         if found is None:
-            raise UsageError(f"--moe-layer-freq {text} is neither a number nor a pattern such as ([0]*3+[1]*58)")
+            raise UsageError(
+                f"invalid --moe-layer-freq {text} (expected a number or a pattern, such as ([0]*3+[1]*58))"
+            )
         pattern += [int(digit) for digit in found[1].split(",")] * int(found[2] or 1)
     return tuple(pattern)
 

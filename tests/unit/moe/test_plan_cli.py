@@ -257,7 +257,7 @@ BAD = [
     ((*DEEPSEEK, "--world-size", "33"), "world_size 33 is not a multiple"),
     ((*DEEPSEEK, "--pp", "29"), "28 layers cannot fill pp x vpp = 29 stages"),
     ((*DEEPSEEK, "--ep", "7", "--global-batch-size", "28"), "ep 7 does not divide num_experts 64"),
-    ((*DEEPSEEK, "--moe-layer-freq", "[0]*x"), "--moe-layer-freq [0]*x is neither a number nor a pattern"),
+    ((*DEEPSEEK, "--moe-layer-freq", "[0]*x"), "invalid --moe-layer-freq [0]*x (expected a number or a pattern"),
     ((*DEEPSEEK, "--moe-layer-freq", "[0]*9"), "must have one 0 or 1 for each of the 28 layers"),
     ((*SPARSE, "--moe-ckpt-window", "many"), "many"),
     ((*SPARSE, "--moe-ckpt-intervall", "3"), "no such flag: --moe-ckpt-intervall; did you mean --moe-ckpt-interval?"),

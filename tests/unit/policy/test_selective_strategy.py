@@ -288,9 +288,9 @@ def test_what_it_remembers_goes_through_json_and_on() -> None:
     ("flags", "experts", "words"),
     [
         ({}, 0, "--moe-ckpt-strategy selective needs --num-experts"),
-        ({"budget_local": "0"}, 8, "--moe-ckpt-budget-local 0 is neither auto nor a number of bytes above 0"),
-        ({"budget_remote": "fast"}, 8, "--moe-ckpt-budget-remote fast is neither auto"),
-        ({"budget_remote": "10%"}, 8, "--moe-ckpt-budget-remote 10% is neither auto"),
+        ({"budget_local": "0"}, 8, "invalid --moe-ckpt-budget-local 0 .expected auto or a size"),
+        ({"budget_remote": "fast"}, 8, "invalid --moe-ckpt-budget-remote fast .expected auto"),
+        ({"budget_remote": "10%"}, 8, "invalid --moe-ckpt-budget-remote 10% .expected auto"),
         ({"capacity_boost": 101}, 8, "--moe-ckpt-capacity-boost 101 is a share of the capacity"),
     ],
 )

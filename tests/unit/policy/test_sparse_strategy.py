@@ -589,7 +589,7 @@ def test_the_account_of_memory_counts_the_weights_that_wait_for_their_full_state
 
 @pytest.mark.parametrize("window", ["0", "-1", "1.5", "many", ""])
 def test_a_window_that_is_no_number_of_iterations_is_refused(window: str) -> None:
-    with pytest.raises(UsageError, match=f"--moe-ckpt-window {window} is neither auto nor a number"):
+    with pytest.raises(UsageError, match=f"invalid --moe-ckpt-window {window} .expected auto or a number"):
         Sparse(job_of(replace(CONFIG, window=window)))
 
 

@@ -41,8 +41,8 @@ class MemoryLimit:
         if nbytes := parse_bytes(text):
             return cls(nbytes=nbytes)
         raise UsageError(
-            f"--moe-ckpt-memory-limit {text} is neither a number of bytes, such as 200GiB or 180GB, nor a share of a"
-            " node's memory from 0% to 100%, such as 70%"
+            f"invalid --moe-ckpt-memory-limit {text} (expected a size, such as 200GiB, or a share of a node's memory,"
+            " such as 70%)"
         )
 
     def of_node(self, node_bytes: int) -> int:
@@ -78,7 +78,7 @@ class CopyRate:
             value = math.nan
         if not 0 < value < math.inf:
             raise UsageError(
-                f"--moe-ckpt-copy-rate {text} is neither {AUTO} nor {FASTEST} nor a number of GB/s above 0, such as 10"
+                f"invalid --moe-ckpt-copy-rate {text} (expected {AUTO}, {FASTEST} or GB/s above 0, such as 10)"
             )
         return cls(bytes_per_s=value * 1e9)
 

@@ -30,7 +30,7 @@ def parse_budget(flag: str, text: str) -> int | None:
         return None
     nbytes = parse_bytes(text)
     if not nbytes:
-        raise UsageError(f"{flag} {text} is neither {AUTO} nor a number of bytes above 0, such as 500MB or 2GiB")
+        raise UsageError(f"invalid {flag} {text} (expected {AUTO} or a size, such as 500MB or 2GiB)")
     return nbytes
 
 

@@ -122,7 +122,7 @@ class Sparse(Strategy):
         """As `Strategy.contradictions`."""
         whole = config.window.isascii() and config.window.isdigit() and int(config.window) >= 1
         if config.window != AUTO and not whole:
-            yield f"--moe-ckpt-window {config.window} is neither auto nor a number of iterations from 1 on"
+            yield f"invalid --moe-ckpt-window {config.window} (expected auto or a number of iterations above 0)"
         if not 0 < config.reorder_fraction <= 1:
             yield f"--moe-ckpt-reorder-fraction {config.reorder_fraction} must be above 0, and at most 1"
         yield from _bad_ordering(config, num_experts)
