@@ -4,7 +4,7 @@
 #   MOE_CKPT_SPARES (1)               nodes that wait until another one is lost
 #   MOE_CKPT_NPROC                    ranks per node (default: its GPUs, where Slurm says how many)
 #   MOE_CKPT_ENV_FILE                 script that each node sources before it starts ranks, such as for NCCL_SOCKET_IFNAME
-#   MOE_CKPT_LOG_DIR                  folder with a file of its own for what each rank says, beside the job's
+#   MOE_CKPT_LOG_DIR                  folder with a log file for each rank, in addition to the job's
 #   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HANG_S
 #                                     when a node leaves the job to a spare, and when ranks hang: docs/operations.md
 #   MOE_CKPT_STANDBYS (0)             processes per node that wait, imports done, to replace lost ranks
@@ -15,7 +15,7 @@
 #   MOE_CKPT_KEEP_MEMORY (0)          1 keeps snapshots in memory until the requeued job starts, for nodes that nobody
 #                                     else gets
 #   MOE_CKPT_TMPFS (/dev/shm)         where each node has the job's folder for snapshots in memory
-#   MOE_CKPT_IMAGE, MOE_CKPT_MOUNTS   container image, and what it needs mounted beside the repository (A:B,C:D; Pyxis)
+#   MOE_CKPT_IMAGE, MOE_CKPT_MOUNTS   container image, and mounts in addition to the repository (A:B,C:D; Pyxis)
 #   MOE_CKPT_PYTHON, MOE_CKPT_SCRIPT  interpreter (default: .venv of the repository, else python3), training script
 #   MOE_CKPT_RDZV_HOST, MOE_CKPT_RDZV_PORT
 #                                     where the nodes meet (default: this host, a port that follows from the job's number)

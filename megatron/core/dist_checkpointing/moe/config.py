@@ -274,7 +274,7 @@ class MoECheckpointConfig:
     copy_placement: str = flag(
         "spread",
         "when copies to host memory and to peers run within the passes. spread: evenly; bubbles: first while this "
-        "pipeline stage is idle, the rest beside computation; bubbles needs pipeline stages and --moe-ckpt-copy-rate "
+        "pipeline stage is idle, the rest during computation; bubbles needs pipeline stages and --moe-ckpt-copy-rate "
         "auto",
         choices=("spread", "bubbles"),
     )
@@ -383,7 +383,7 @@ class MoECheckpointConfig:
     )
     interface: str | None = flag(
         None,
-        "network interface, such as eth0, for all that ranks send each other over TCP beside training, and for gloo; "
+        "network interface, such as eth0, for all that ranks send each other over TCP, and for gloo; "
         "a list, such as eth0,eth1, is taken by local rank, from its start again where ranks are more "
         "(default: that of GLOO_SOCKET_IFNAME, else of the host's name)",
     )
