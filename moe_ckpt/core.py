@@ -14,8 +14,26 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import moe_ckpt_finder  # noqa: F401
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.moe import LoopState as LoopState
+    from megatron.core.dist_checkpointing.moe import Milestone as Milestone
+    from megatron.core.dist_checkpointing.moe import MoECheckpointConfig as MoECheckpointConfig
+    from megatron.core.dist_checkpointing.moe import MoECheckpointManager as MoECheckpointManager
+    from megatron.core.dist_checkpointing.moe import PreviousWindow as PreviousWindow
+    from megatron.core.dist_checkpointing.moe import ProcessInfo as ProcessInfo
+    from megatron.core.dist_checkpointing.moe import ProtectionReport as ProtectionReport
+    from megatron.core.dist_checkpointing.moe import StepJournal as StepJournal
+    from megatron.core.dist_checkpointing.moe import Timestamps as Timestamps
+    from megatron.core.dist_checkpointing.moe import WaitReport as WaitReport
+    from megatron.core.dist_checkpointing.moe import errors as errors
+    from megatron.core.dist_checkpointing.moe import is_lost_peer as is_lost_peer
+    from megatron.core.dist_checkpointing.moe import set_for_parking as set_for_parking
+    from megatron.core.dist_checkpointing.moe import stock as stock
+    from megatron.core.dist_checkpointing.moe import wait_for_rank as wait_for_rank
 
 ENGINE = "megatron.core.dist_checkpointing.moe"
 

@@ -108,7 +108,6 @@ ROWS = {
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
     f"{TOOLS}.scripts": Row(),
-    f"{TOOLS}.core": Row(also="moe_ckpt_finder"),
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
@@ -141,6 +140,7 @@ ROWS = {
         "megatron_core report dense hugging_face checkpoints runs simulator", DRIVER,
     ),
     # Entry points and what stands outside of packages.
+    f"{TOOLS}.core": Row("errors stock", also=f"moe_ckpt_finder {ENGINE}"),
     TOOLS: Row(tools="commands megatron_core"),
     f"{TOOLS}.__main__": Row(tools="__init__"),
     "reproduce": Row(
