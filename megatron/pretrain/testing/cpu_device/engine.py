@@ -116,7 +116,7 @@ PATCHES: tuple[Patch, ...] = (
             f"transformer_engine.pytorch.tensor.storage.{kind.lower()}_tensor_storage:_From{kind}Func",
             "forward",
             from_blocks,
-            "takes to CUDA what is not there, which asks for its values",
+            "takes a tensor to CUDA, which asks for its values again",
         )
         for kind in ("MXFP8", "NVFP4")
     ),

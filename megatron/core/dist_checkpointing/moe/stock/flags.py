@@ -172,15 +172,15 @@ def _unfit_precision(config: MoECheckpointConfig, args: argparse.Namespace) -> I
     """A sentence where iterations are run again that frozen operators would change."""
     if not _repeats(config):
         return
-    told = f"does not go with --moe-ckpt-strategy {config.strategy}"
+    unfit = f"does not go with --moe-ckpt-strategy {config.strategy}"
     if getattr(args, "fp4", None):
         yield (
-            f"--fp4-format {told}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
+            f"--fp4-format {unfit}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
             " full or pec"
         )
     elif getattr(args, "fp8_param_gather", False) and args.fp8_recipe not in ("delayed", "tensorwise"):
         yield (
-            f"--fp8-param-gather with --fp8-recipe {args.fp8_recipe} {told}: weights are the cast of masters, which"
+            f"--fp8-param-gather with --fp8-recipe {args.fp8_recipe} {unfit}: weights are the cast of masters, which"
             " frozen operators do not have; leave out --fp8-param-gather, or use full or pec"
         )
 

@@ -86,7 +86,7 @@ def values(tensor: Any, by_columns: bool) -> torch.Tensor:
         by_columns: Whether it is read by columns, as the product that reads it needs it.
 
     Raises:
-        NotImplementedError: It does not keep what is read.
+        NotImplementedError: It does not keep that side.
     """
     axis = "columnwise" if by_columns else "rowwise"
     data = getattr(tensor, f"_{axis}_data")

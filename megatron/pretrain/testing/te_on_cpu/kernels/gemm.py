@@ -101,7 +101,7 @@ def te_general_grouped_gemm(
 
 def _product(a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool) -> torch.Tensor:
     """In single precision, whatever the operands are; leading dimensions of `b` stay."""
-    inputs = values_of(b, transposed_b)  # what is summed over lies in rows, or by columns where it does not
+    inputs = values_of(b, transposed_b)  # along the dimension that is summed over
     left, right = _rows(values_of(a, not transposed_a)), _rows(inputs)
     if transposed_b:
         return right.t() @ left

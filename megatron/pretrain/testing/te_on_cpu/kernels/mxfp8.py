@@ -2,7 +2,7 @@
 
 A tensor has bytes and scales by rows (`_rowwise_data`, `_rowwise_scale_inv`) and by columns, each cast from the values
 themselves: neither follows from the other. Scales are biased exponents (E8M0), in matrices whose sizes are rounded up
-to what a GPU's layout takes; what is beyond the blocks stays zero.
+to what a GPU's layout takes; beyond the blocks they stay zero.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def values(tensor: Any, by_columns: bool) -> torch.Tensor:
         by_columns: Whether it is read by columns, as the product that reads it needs it.
 
     Raises:
-        NotImplementedError: It does not keep what is read.
+        NotImplementedError: It does not keep that side.
     """
     data, scales = (tensor._columnwise_data, tensor._columnwise_scale_inv) if by_columns else (
         tensor._rowwise_data, tensor._rowwise_scale_inv)  # fmt: skip
