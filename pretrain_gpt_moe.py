@@ -84,15 +84,27 @@ def model_provider(
     return model
 
 
-def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
-    """Run a microbatch; the output, and what makes its loss."""
+def forward_step(
+    batches: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run a microbatch.
+
+    Args:
+        batches: What to read.
+        model: The chunk that runs it.
+        return_schedule_plan: Plan it only: core runs it together with another one's backward pass.
+
+    Returns:
+        The output, or the plan, and what makes the loss of the output.
+    """
     batch: dict[str, Any] = dict.fromkeys(BATCH)
     if has_data(get_attr_wrapped_model(model, "vp_stage")):
         found = next(batches)
         batch |= {name: found[name].cuda(non_blocking=True) for name in BATCH if found.get(name) is not None}
     batch = on_this_context_rank(batch)
     options = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], **options)
+    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], **options)
     return output, partial(loss_func, batch["loss_mask"])
 
 
