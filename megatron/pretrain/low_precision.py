@@ -45,6 +45,12 @@ def refusals(args: Any) -> Iterator[str]:
     Args:
         args: Of Megatron-LM.
     """
+    in_blocks = args.fp8_param_gather and args.fp8_recipe == "mxfp8"
+    if in_blocks and not getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", True):
+        yield (
+            "--fp8-param-gather with --fp8-recipe mxfp8 needs --reuse-grad-buf-for-mxfp8-param-ag: Megatron-Core has no"
+            " place for such weights in its buffer of parameters"
+        )
     in_fp8 = bool(getattr(args, "fp8_main_params", None))
     if not args.use_precision_aware_optimizer:
         if in_fp8:

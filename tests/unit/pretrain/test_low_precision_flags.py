@@ -23,6 +23,7 @@ PLAIN = {
     "dist_ckpt_optim_fully_reshardable": False,
     "fp8_param_gather": False,
     "fp8_recipe": "delayed",
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
 }
 """Arguments of Megatron-LM as it has checked them."""
 AWARE = {"use_precision_aware_optimizer": True}
@@ -31,6 +32,7 @@ IN_FP16 = AWARE | {"main_params_dtype": torch.float16}
 WEIGHTS_IN_FP8 = {"fp8_param_gather": True}
 TENSORWISE = {"fp8_param_gather": True, "fp8_recipe": "tensorwise"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "needs --reuse-grad-buf-for-mxfp8-param-ag"),
     ({"fp8_main_params": True}, "--fp8-main-params has an effect only with --use-precision-aware-optimizer"),
     (AWARE | {"transformer_impl": "local"}, "give --transformer-impl transformer_engine"),
     (AWARE | {"bf16": False}, "needs --bf16 or --fp16"),
