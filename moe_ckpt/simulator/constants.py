@@ -154,4 +154,4 @@ THIS_PROJECT = replace(
     inventory_s=0.36e-3,
 )
 """Predictions of runs with this project. What was fitted to another software and cluster and does not show on this one
-(copies beside training) is not taken over: decision 091."""
+(that copies slow training) is not taken over: decision 091."""

@@ -291,7 +291,7 @@ class _Parts:
         )
 
     def _exposed_s(self, stage: _Stage, exchange_s: float, hidden_s: float) -> float:
-        """What training waits for of an exchange beside computation of so many seconds; 0: beside none."""
+        """What training waits for of an exchange that computation of so many seconds may hide; 0: nothing hides it."""
         last_s = exchange_s / max(1, stage.layers)
         return max(exchange_s - hidden_s, last_s if hidden_s else 0.0)
 

@@ -87,10 +87,10 @@ class TokenDispatch:
 
 @dataclass(frozen=True)
 class GradientOverlap:
-    """What of the distributed optimizer's exchange runs beside computation (Megatron's flags of these names).
+    """What of the distributed optimizer's exchange runs during computation (Megatron's flags of these names).
 
-    overlap_grad_reduce: gradients, bucket by bucket, beside the last microbatch's backward pass. overlap_param_gather:
-    parameters, beside the first microbatch's forward pass.
+    overlap_grad_reduce: gradients, bucket by bucket, during the last microbatch's backward pass. overlap_param_gather:
+    parameters, during the first microbatch's forward pass.
     """
 
     overlap_grad_reduce: bool = False

@@ -15,7 +15,7 @@ from reproduce.__main__ import main
 from reproduce.figure import Figure
 from reproduce.figures import FIGURES
 
-LONG = {"cross_validation", "large_scale", "public_reports", "table3"}
+LONG = {"break_even", "cross_validation", "failure_traces", "large_scale", "public_reports", "table3"}
 """Of 5 to 45 seconds each."""
 
 
