@@ -5,14 +5,18 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, pec_plan, sequential_selection
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, OperatorId, Part, Topology
+from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.report import Fact
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.paper_sizes import TABLE_3_SCOPES, checkpoint_bytes
 
 from .figure import Figure, bars, lines, published
+
+load_megatron_core()  # the package of this extension brings torch along
+
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import shard_checkpoint  # noqa: E402
 
 EXPERTS_SAVED = (1, 2, 4, 8, 16)
 """K of the figure's bars; the last saves all experts of GPT-350M-16E."""

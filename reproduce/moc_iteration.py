@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import shard_checkpoint
 from megatron.core.dist_checkpointing.moe.policy.partial import BOTH, pec_plan
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Part, Topology
+from moe_ckpt.megatron_core import load_megatron_core
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.cost import operator_flops
 from moe_ckpt.simulator.ettr import moc_save_overhead_s
@@ -15,6 +15,10 @@ from moe_ckpt.simulator.paper_sizes import checkpoint_bytes
 
 from .figure import published
 from .moc_fig10 import selected_experts
+
+load_megatron_core()  # the package of this extension brings torch along
+
+from megatron.core.dist_checkpointing.moe.extensions.shard.assignment import shard_checkpoint  # noqa: E402
 
 SEQ_LENGTH = 2048
 """Tokens that a data-parallel rank trains per iteration, one sample: not published, assumed."""

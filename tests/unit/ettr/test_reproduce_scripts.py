@@ -39,6 +39,13 @@ def test_a_table_is_printed_without_torch() -> None:
     assert not {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()} & {"torch", "numpy"}
 
 
+@pytest.mark.ci
+def test_a_figure_of_an_extension_is_printed_by_the_command_too() -> None:
+    result = run("moc_fig11")
+    assert result.returncode == 0, result.stderr[-500:]
+    assert "sharding" in result.stdout.lower() or "MoC" in result.stdout
+
+
 def test_json_has_plain_numbers() -> None:
     found = json.loads(invoke("table6", "--json").output)
     assert found["DeepSeek-MoE"]["published"]["gemini_bytes"] == 426_400_000_000
