@@ -19,15 +19,11 @@ class MemoryUse:
 
     gemini_bytes: two dense checkpoints, one complete and one under way. sparse_bytes: X of MoEvement Table 6, the same
     and the WEIGHTS that the snapshots of one window have beside it. log_bytes: Y, the logs that one rank keeps.
-    all_logs_bytes: those of all ranks. peak_bytes: what hosts hold at most, just before a window completes: two windows
-    with all their WEIGHTS, and the logs of all ranks.
     """
 
     gemini_bytes: int
     sparse_bytes: int
     log_bytes: int
-    all_logs_bytes: int
-    peak_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -55,8 +51,7 @@ def memory_of(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> Memo
     waiting = round(weights * waiting_parameters(job, windows))
     size = windows.size if isinstance(windows, Window) else max(window.size for window in windows.values())
     logs = [logs_of_stage(job, stage, logged_iterations(size)) for stage in range(job.topology.pp)]
-    all_logs = sum(logs) * job.topology.ranks_per_stage
-    return MemoryUse(gemini, gemini + waiting, max(logs), all_logs, 2 * (parameters * full + waiting) + all_logs)
+    return MemoryUse(gemini, gemini + waiting, max(logs))
 
 
 def waiting_parameters(job: TrainingJob, windows: Window | Mapping[Lane, Window]) -> float:
