@@ -46,7 +46,7 @@ def test_medians_of_a_job_are_read_from_its_metrics(tmp_path: Path) -> None:
 
 
 def test_advice_takes_what_a_job_measured(tmp_path: Path) -> None:
-    data = json.loads(run("--mtbf", "30m", "--from", str(metrics(tmp_path))).output)
+    data = json.loads(run("--mtbf", "30m", "--from", str(metrics(tmp_path))).stdout)
     assert data["iteration_s"] == pytest.approx(1.6)
     (parts,) = data["a_fault,_by_the_parts_of_its_timeline"]
     assert parts["detect_s"] == 0.5
@@ -55,7 +55,7 @@ def test_advice_takes_what_a_job_measured(tmp_path: Path) -> None:
 
 def test_what_is_given_counts_before_what_was_measured(tmp_path: Path) -> None:
     words = ("--from", str(metrics(tmp_path)), "--iteration-time", "5s", "--restart", "1m")
-    data = json.loads(run("--mtbf", "30m", *words).output)
+    data = json.loads(run("--mtbf", "30m", *words).stdout)
     assert data["iteration_s"] == pytest.approx(5.0)
     assert sum(data["a_fault,_by_the_parts_of_its_timeline"][0][name] for name in ("restart_s", "rendezvous_s")) == 60
 
@@ -66,21 +66,21 @@ def test_too_few_iterations_are_refused(tmp_path: Path) -> None:
 
 
 def test_flags_come_first_and_the_driver_takes_them() -> None:
-    data = json.loads(run("--mtbf", "30m").output)
+    data = json.loads(run("--mtbf", "30m").stdout)
     assert list(data)[1] == "flags"
     assert data["flags"].startswith("--moe-ckpt-strategy full --moe-ckpt-interval ")
     assert parser().parse_args(data["flags"].split()).moe_ckpt_strategy == "full"
 
 
 def test_the_recommendation_is_explained_in_three_sentences() -> None:
-    data = json.loads(run("--mtbf", "30m").output)
+    data = json.loads(run("--mtbf", "30m").stdout)
     assert data["why"].startswith("Use gemini")
     assert "most of it in restart" in data["cost"]
     assert data["beside_it"]
 
 
 def test_restarts_in_place_are_shorter() -> None:
-    cold, place = (json.loads(run("--mtbf", "30m", *words).output) for words in ((), ("--restart-mode", "in-place")))
+    cold, place = (json.loads(run("--mtbf", "30m", *words).stdout) for words in ((), ("--restart-mode", "in-place")))
     assert place["expected_ettr"] > cold["expected_ettr"] + 0.02
 
 
@@ -95,7 +95,7 @@ def test_a_mean_time_below_a_restart_is_refused_in_one_line(mtbf: str) -> None:
 def test_hours_are_hours_with_and_without_their_unit(hours: str) -> None:
     words = ("run", *JOB[:6], "--mtbf", "1h", "--seeds", "1", "--system", "torch_dist", "--hours", hours, "--json")
     result = CliRunner().invoke(simulate, words)
-    assert json.loads(result.output)["hours_of_a_run"] == 12
+    assert json.loads(result.stdout)["hours_of_a_run"] == 12
 
 
 def test_a_trace_that_names_a_node_which_the_job_has_not_is_refused_with_its_line(tmp_path: Path) -> None:
