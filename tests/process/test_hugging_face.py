@@ -38,7 +38,8 @@ FAMILIES = {
 }
 FAMILIES["deepseek_v2"] = (
     "--transformer-impl transformer_engine --moe-grouped-gemm --untie-embeddings-and-output-weights "
-    "--multi-latent-attention --qk-layernorm --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+    "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 12 "
     "--rotary-scaling-factor 1 --moe-layer-freq [0,1] --ffn-hidden-size 48 --num-experts 8 "
     "--moe-shared-expert-intermediate-size 32 --moe-router-pre-softmax --moe-router-topk 3 "
     "--moe-router-topk-scaling-factor 1.5"
