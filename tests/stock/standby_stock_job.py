@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ def record() -> None:
 
     run = pretrain_gpt_moe.run
 
-    def run_recorded(argv: Sequence[str], parts: pretrain_gpt_moe.Parts, **options: bool) -> int:
+    def run_recorded(argv: Sequence[str], _: pretrain_gpt_moe.Parts, **options: bool) -> int:
         use_cpu()  # before Megatron-LM is imported
+        from hybrid_model import hybrid
         from stock_recording import recording
 
-        with recording(os.environ["RECORDS"]):
-            return run(argv, parts, **options)
+        model = hybrid() if "--hybrid-layer-pattern" in argv else contextlib.nullcontext()
+        with model, recording(os.environ["RECORDS"]):
+            return run(argv, pretrain_gpt_moe.parts(), **options)
 
     pretrain_gpt_moe.run = run_recorded
 

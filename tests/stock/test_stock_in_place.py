@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hybrid_model import hybrid_shape
 from slot_process import check_survivors, survivors
 from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
@@ -31,6 +32,8 @@ DEEP = Shape(ranks=4, pp=4, ep=1)
 STAGES = Shape(ranks=2, pp=2, ep=1)
 AHEAD = Shape(ranks=3, pp=3, ep=1, more=("--mtp-num-layers", "1"))
 MUON = Shape(ranks=4, pp=1, ep=2, more=("--bf16", "--optimizer", "muon"))
+HYBRID = hybrid_shape("ME*M|E")
+"""Layers are numbered again, with the process that has a new model."""
 full = pytest.mark.full
 needs_package = pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="it is not installed")
 
@@ -108,6 +111,7 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
         pytest.param(OVERLAPPED, "full", "0@4:forward-backward 1@5:step", id="overlapped, data parallel"),
         pytest.param(AHEAD, SPARSE, "1@4:forward-backward 2@5:step", id="predicting further tokens", marks=full),
         pytest.param(MUON, "full", "1@4:forward-backward 2@5:step", id="Muon", marks=[full, needs_package]),
+        pytest.param(HYBRID, SPARSE, "1@4:forward-backward 0@5:step", id="a hybrid", marks=full),
         pytest.param(EVALUATED, SPARSE, "1@4:step 3@5:forward-backward", id="evaluated", marks=full),
     ],
 )
