@@ -305,6 +305,21 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     assert not kept.has_left
 
 
+def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort of a communicator waits for graphs that have it, and ends before c10d forgets the group."""
+    calls: list[str] = []
+    left = SimpleNamespace(may_stay=True, is_called_off=False, leave=lambda *_, meanwhile: calls.append("slot left"))
+    taken = SimpleNamespace(taken_down=lambda: calls.append("groups") or SimpleNamespace(find_holders=None))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(process_restart, "own_slot", lambda: left)
+    monkeypatch.setattr(process_restart, "own_build", lambda: SimpleNamespace(answers=[]))
+    monkeypatch.setattr(process_restart, "get_model_config", lambda _: SimpleNamespace())
+    monkeypatch.setattr(process_restart, "as_in_new_process", lambda *_: None)
+    monkeypatch.setattr(process_restart, "release", lambda _: calls.append("graphs and buffers"))
+    monkeypatch.setattr(process_restart, "ProcessGroups", taken)
+    InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace()).stay(PeerLost("gone"), Manager())  # type: ignore[arg-type]
+    assert calls == ["graphs and buffers", "groups", "slot left"]
+
+
 def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_goes_on() -> None:
     slot = SimpleNamespace(keeps=True, is_called_off=False)
     waits, struck, went_on = threading.Event(), threading.Event(), threading.Event()
