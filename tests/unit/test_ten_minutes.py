@@ -52,12 +52,12 @@ def test_the_page_of_an_own_loop_shows_what_the_example_has() -> None:
 def submitted(tmp_path: Path) -> dict[str, str]:
     """What the job file for a stock script hands to the scripts of Slurm: settings, and flags by line."""
     (tmp_path / "scripts" / "slurm").mkdir(parents=True)
-    kept = "SPARES STANDBYS STRIKES HANG_S LEAD_S SCRIPT ENV_FILE IMAGE MOUNTS PYTHON"
+    kept = " ".join(f"MOE_CKPT_{name}" for name in ("SPARES", "LEAD_S", "SCRIPT", "IMAGE"))
     (tmp_path / "scripts" / "slurm" / "job.sh").write_text(
         f'run_job() {{ for name in {kept}; do echo "$name=${{!name}}"; done; printf "%s\\n" flags "$@"; }}\n'
     )
     command = ["bash", str(EXAMPLES / "megatron_lm" / "train.sbatch"), "--train-iters", "7"]
-    environment = {"PATH": "/usr/bin:/bin", "ROOT": str(tmp_path)}
+    environment = {"PATH": "/usr/bin:/bin", "MOE_CKPT_ROOT": str(tmp_path)}
     said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     settings, _, flags = said.partition("flags\n")
     return {"flags": flags} | dict(line.split("=", 1) for line in settings.splitlines())
@@ -66,7 +66,7 @@ def submitted(tmp_path: Path) -> dict[str, str]:
 def test_megatron_lm_takes_the_flags_of_the_job_file_on_its_16_nodes(submitted: dict[str, str]) -> None:
     options = (EXAMPLES / "megatron_lm" / "train.sbatch").read_text()
     (nodes,), (gpus,) = (re.findall(rf"^#SBATCH --{one}=(\d+)$", options, re.M) for one in ("nodes", "gpus-per-node"))
-    ranks = (int(nodes) - int(submitted["SPARES"])) * int(gpus)
+    ranks = (int(nodes) - int(submitted["MOE_CKPT_SPARES"])) * int(gpus)
     assert ranks == 16 * 8
     args = judged([*submitted["flags"].splitlines(), "--device", "cuda"], ranks, CUDA_DEVICE_MAX_CONNECTIONS="1")
     found, shape = model_of(args), preset("Qwen3-30B-A3B")
@@ -80,14 +80,17 @@ def test_megatron_lm_takes_the_flags_of_the_job_file_on_its_16_nodes(submitted: 
 
 def test_the_job_file_warns_ranks_as_early_as_slurm_warns_it(submitted: dict[str, str]) -> None:
     options = (EXAMPLES / "megatron_lm" / "train.sbatch").read_text()
-    assert f"#SBATCH --signal=B:USR1@{submitted['LEAD_S']}\n" in options
-    assert (submitted["IMAGE"], submitted["SCRIPT"]) == ("/shared/megatron.sqsh", "/shared/Megatron-LM/pretrain_gpt.py")
+    assert f"#SBATCH --signal=B:USR1@{submitted['MOE_CKPT_LEAD_S']}\n" in options
+    assert (submitted["MOE_CKPT_IMAGE"], submitted["MOE_CKPT_SCRIPT"]) == (
+        "/shared/megatron.sqsh",
+        "/shared/Megatron-LM/pretrain_gpt.py",
+    )
 
 
 def test_the_variables_of_a_site_are_assignments_and_nothing_else() -> None:
     lines = (EXAMPLES / "megatron_lm" / "env.sh").read_text().splitlines()
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
-    assert [line for line in lines if not re.fullmatch(r"# .*|[A-Z_]+=\w+", line)] == []
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
+    assert [line for line in lines if not re.fullmatch(r"# .*|export [A-Z_]+=\w+", line)] == []
 
 
 def test_a_train_job_asks_for_a_pod_more_than_nodes_and_gives_the_launcher_options_that_it_takes() -> None:
