@@ -149,6 +149,34 @@ def test_numbers_and_values_of_all_ranks_come_together(connected: Any, ranks: in
     assert on_all(connected(ranks), play) == [((0, 1 - ranks, 2**62), total, (), both, values)] * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_values_of_all_ranks_become_one_on_the_way(connected: Any, ranks: int) -> None:
+    def play(transport: Any) -> bytes:
+        return transport.merge(bytes([65 + transport.rank]) * 900, lambda lower, higher: lower + higher)
+
+    assert on_all(connected(ranks), play) == [b"".join(bytes([65 + rank]) * 900 for rank in range(ranks))] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_what_ranks_have_for_others_arrives_there_whoever_they_are(connected: Any, ranks: int) -> None:
+    def has(source: int, to: int) -> bool:
+        return (source * 7 + to * 3) % 4 != 0 or source == to
+
+    def play(transport: Any) -> list[tuple[int, bytes]]:
+        rank = transport.rank
+        return transport.exchange({to: bytes([rank, to]) * 3000 for to in range(ranks) if has(rank, to)})
+
+    for to, came in enumerate(on_all(connected(ranks), play)):
+        assert came == [(source, bytes([source, to]) * 3000) for source in range(ranks) if has(source, to)]
+
+
+def test_a_rank_that_is_gone_ends_what_others_exchange(connected: Any) -> None:
+    made = connected(3, SHORT_S)
+    made[2].close()
+    texts = on_all(made[:2], lambda transport: lost(lambda: transport.exchange({0: b"a"})))
+    assert all("could not exchange values with all 3 ranks" in text for text in texts)
+
+
 def test_a_rank_has_connections_only_to_those_that_it_talks_to(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PROBE_AFTER_S", LONG_S)
     ranks = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,20 @@ class FakeTransport:
         except (TypeError, ValueError) as error:
             raise UsageError(f"a value to gather is no JSON value: {error}") from error
         return [json.loads(str(one)) for one in self._collected("gather", text)]
+
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """As `ports.Transport.merge`; neighbours are combined as in a tree of two branches."""
+        values = [bytes.fromhex(str(one)) for one in self._collected("merge", value.hex())]
+        while len(values) > 1:
+            pairs = [values[at : at + 2] for at in range(0, len(values), 2)]
+            values = [combine(*pair) if len(pair) > 1 else pair[0] for pair in pairs]
+        return values[0]
+
+    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
+        """As `ports.Transport.exchange`."""
+        rows = self._collected("exchange", json.dumps([[to, value.hex()] for to, value in outgoing.items()]))
+        came = enumerate(json.loads(str(one)) for one in rows)
+        return [(source, bytes.fromhex(value)) for source, sent in came for to, value in sent if to == self._rank]
 
     def renew(self) -> None:
         """As `ports.Transport.renew`."""

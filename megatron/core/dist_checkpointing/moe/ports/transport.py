@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..types.layout import Json
@@ -70,6 +70,27 @@ class Transport(Protocol):
 
     def gather(self, value: Json) -> list[Json]:
         """The values of all ranks, by rank. Raises PeerLost."""
+
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """The values of all ranks as one, on all ranks; on its way up a tree, so that no rank gets all of them.
+
+        Args:
+            value: Of this rank.
+            combine: Of two neighbouring runs of ranks, the lower ones first; a ValueError is the fault of a rank.
+
+        Raises:
+            PeerLost: A rank is gone, or calls for something else.
+        """
+
+    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
+        """What any rank has for this one, by the rank that it comes from, ascending; all ranks take part.
+
+        Args:
+            outgoing: What this rank has, by the rank that it is for, itself perhaps.
+
+        Raises:
+            PeerLost: A rank is gone, or calls for something else.
+        """
 
     def renew(self) -> None:
         """Connect all ranks anew after a failure; every rank must come. Raises PeerLost when one does not."""

@@ -13,10 +13,11 @@ import json
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import numpy as np
 from torch.distributed import PrefixStore, Store
 
@@ -38,6 +39,9 @@ _SIZE = struct.Struct("<q")
 _MOST_BYTES = 1 << 36
 _FRAME_BYTES = 1024
 """Of a value of all ranks that go in one message with its size: mostly all of it. A message costs more than they do."""
+_PARCELS = msgspec.msgpack.Encoder()
+_PARCELS_READER = msgspec.msgpack.Decoder(list[tuple[int, int, bytes]])
+"""Where it goes, where it comes from, and what it is."""
 _LET_GO_S = 10.0
 
 
@@ -159,6 +163,36 @@ class TcpTransport:
             raise self.broken("gather values", f"{len(values)} came from {self.world_size} ranks")
         return values
 
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """As `ports.Transport.merge`."""
+        return self._combined(value, combine, "merge values of")
+
+    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
+        """As `ports.Transport.exchange`.
+
+        Nobody knows from whom something comes. So in each of log2(N) rounds a rank passes on what has to go 1, 2, 4,
+        ... ranks further to the rank at that distance, and no rank is on more ways than another.
+        """
+        what, step = f"exchange values with all {self.world_size} ranks", 1
+        if self.connections is None:
+            self.refuse(what)
+        parcels = [(to, self.rank, value) for to, value in outgoing.items()]
+        try:
+            while step < self.world_size:
+                passed_on = [one for one in parcels if (one[0] - self.rank) % self.world_size & step]
+                kept = [one for one in parcels if not (one[0] - self.rank) % self.world_size & step]
+                # All send at the same time: whoever waited for the end of that before it receives could wait for ever.
+                under_way = self._begin_to_tell((self.rank + step) % self.world_size, _PARCELS.encode(passed_on))
+                came = _PARCELS_READER.decode(self._heard((self.rank - step) % self.world_size))
+                for transfer in under_way:
+                    transfer.wait()
+                parcels, step = [*kept, *came], 2 * step
+        except PeerLost as error:
+            raise PeerLost(f"rank {self.rank} could not {what}: {error}") from None
+        except ValueError as error:
+            raise self.broken(what, f"ranks call for different things: {error}") from None
+        return sorted((source, value) for _, source, value in parcels)
+
     def renew(self) -> None:
         """As `ports.Transport.renew`; all that was under way is void.
 
@@ -272,11 +306,14 @@ class TcpTransport:
         return value
 
     def _tell(self, to: int, value: bytes) -> None:
+        for transfer in self._begin_to_tell(to, value):
+            transfer.wait()
+
+    def _begin_to_tell(self, to: int, value: bytes) -> list[_Transfer]:
         # Whoever receives a message has to know its size: a frame has a fixed one, and says that of the rest.
         frame, rest = value[:_FRAME_BYTES], value[_FRAME_BYTES:]
         frame = _SIZE.pack(len(value)) + frame.ljust(_FRAME_BYTES, b"\0")
-        for transfer in [self.send(to, part) for part in (frame, rest)]:
-            transfer.wait()
+        return [self.send(to, part) for part in (frame, rest)]
 
     def _heard(self, source: int) -> bytes:
         frame = bytearray(_SIZE.size + _FRAME_BYTES)
