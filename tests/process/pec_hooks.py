@@ -56,8 +56,14 @@ def watched(folder: str) -> Iterator[None]:
                 for part in (Part.MASTER, Part.MOMENTS)
                 if operator.is_expert and part in source.part
             ]
-            found = {"event": "recovered", "target": outcome.plan.target, "experts": experts, "state": _state(self)}
-            _note(folder, found)
+            taken = [
+                [one.iteration, one.tier.name, operator.layer, operator.expert]
+                for one in outcome.plan.taken
+                for operator in sorted(one.operators)
+                if operator.is_expert
+            ]
+            found = {"event": "recovered", "target": outcome.plan.target, "experts": experts, "taken": taken}
+            _note(folder, {**found, "state": _state(self)})
 
     with (
         mock.patch.object(Pec, "plan", watched_plan),

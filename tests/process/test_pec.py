@@ -90,9 +90,8 @@ class Kills:
 
 def _recovery(start: int, planned: dict[str, Any], table: Outcome) -> Recovery:
     restored: dict[Expert, int] = {}
-    for _, iteration, _, name in planned["experts"]:
-        expert = int(name.split()[0]), int(name.split()[1])
-        restored[expert] = min(iteration, restored.get(expert, iteration))
+    for iteration, _, layer, index in planned["taken"]:
+        restored[layer, index] = min(iteration, restored.get((layer, index), iteration))
     lines = re.findall(r"lost in layer (\d+): the updates of (\d+) routed tokens", table.said)
     lost = {int(layer): int(tokens) for layer, tokens in lines}
     (percent,) = re.findall(r"proportion of lost tokens, all faults so far: (\S+) %", table.said)
@@ -100,7 +99,7 @@ def _recovery(start: int, planned: dict[str, Any], table: Outcome) -> Recovery:
     (portion,) = re.findall(r"portion of lost tokens by PEC eq. 4, all faults so far: (\S+) %", table.said)
     assert portion == percent  # all layers route equally many tokens, and then the two definitions agree
     assert float(momentary) == pytest.approx(LAYERS * float(percent), abs=3e-4)  # the sum in place of the mean
-    tiers = frozenset(tier for _, _, tier, _ in planned["experts"])
+    tiers = frozenset(tier for _, tier, *_ in planned["taken"])
     told = tuple(lost.get(layer, 0) for layer in range(LAYERS))
     return Recovery(planned["target"], start, told, percent, restored, tiers)
 

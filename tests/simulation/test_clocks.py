@@ -124,7 +124,9 @@ class History:
         config = MoECheckpointConfig(strategy="full")
         job = Job(config, OPERATORS, Topology(1), 64, 100, topk=2)
         memory = FakeStore(Memory(), 0, (4096,))
-        alone = SimpleNamespace(rank=0, gather=lambda value: [value])
+        alone = SimpleNamespace(
+            rank=0, merge=lambda value, combine: value, exchange=lambda outgoing: sorted(outgoing.items())
+        )
         nothing = cast("Any", None)
         ports = RecoveryPorts(
             memory=cast("Any", memory),

@@ -77,7 +77,7 @@ class Attempts:
         """Compare what a recovery told with what its sources must have cost."""
         plan = outcome.plan
         used: dict[OperatorId, int] = {}
-        for source in plan.sources:
+        for source in plan.taken:
             for one in filter(lambda operator: operator.is_expert, source.operators):
                 used[one] = min(source.iteration, used.get(one, source.iteration))
         before = self.state(self._maker(outcome, plan.target), plan.target)

@@ -12,7 +12,8 @@ from simulated_world.storage import FakeStore
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.exactness import FILE, Divergence, DivergenceNotes
-from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, catalogue, listing, rank_inventory
+from megatron.core.dist_checkpointing.moe.recovery.findings import Judge, overview
+from megatron.core.dist_checkpointing.moe.recovery.inventory import JudgedRow, listing
 from megatron.core.dist_checkpointing.moe.types import LOG, PARKED, Tier
 
 FIRST: Lineage = (("one", 0),)
@@ -28,14 +29,15 @@ def seal(store: FakeStore, iteration: int, timeline: Lineage = FIRST, kind: str 
         writer.seal(Facts("job", "", {}, scalars))  # type: ignore[arg-type]
 
 
-def found(store: FakeStore, *notes: Divergence) -> Catalogue:
+def found(store: FakeStore, *notes: Divergence) -> tuple[Judge, list[JudgedRow]]:
     """What two ranks find, of which one has these notes."""
     rows = listing(store, Tier.OWN_MEMORY, {})
-    return catalogue([rank_inventory("a", (), rows), rank_inventory("b", (), (), notes)])
+    judge = Judge(overview(rows) | overview((), notes), "job", lambda job: False)
+    return judge, list(map(judge.judged, rows))
 
 
-def usable(found: Catalogue) -> list[int]:
-    return [one.snapshot.iteration for one in found.found if not one.why]
+def usable(found: tuple[Judge, list[JudgedRow]]) -> list[int]:
+    return [one.snapshot.iteration for one in found[1] if not one.why]
 
 
 @pytest.fixture
@@ -50,8 +52,8 @@ def test_what_a_replay_was_made_from_is_not_used_again_whoever_noted_it(store: F
     assert usable(found(store)) == [3, 4, 5, 6, 7]
     told = found(store, NOTE, NOTE)
     assert usable(told) == [3, 7]
-    assert told.diverged == (NOTE,)
-    assert {one.why for one in told.found if one.why} == {str(NOTE)}
+    assert told[0].diverged == (NOTE,)
+    assert {one.why for one in told[1] if one.why} == {str(NOTE)}
 
 
 def test_of_another_past_the_same_iterations_are_used(store: FakeStore) -> None:
@@ -60,15 +62,15 @@ def test_of_another_past_the_same_iterations_are_used(store: FakeStore) -> None:
     seal(other, 6, LATER)
     told = found(other, NOTE)
     assert usable(told) == [6]
-    assert not told.diverged, "nothing is left of what diverged, so it need not be told again"
+    assert not told[0].diverged, "nothing is left of what diverged, so it need not be told again"
 
 
 def test_stages_that_diverged_alone_speak_against_no_snapshot_but_against_that_way(store: FakeStore) -> None:
     told = found(store, ALONE)
     assert usable(told) == [3, 4, 5, 6, 7]
-    assert told.diverged_alone(9, FIRST) == ALONE
-    assert told.diverged_alone(8, FIRST) is None
-    assert told.diverged_alone(9, LATER) is None
+    assert told[0].diverged_alone(9, FIRST) == ALONE
+    assert told[0].diverged_alone(8, FIRST) is None
+    assert told[0].diverged_alone(9, LATER) is None
 
 
 def test_logs_and_parked_states_are_not_what_a_replay_of_all_stages_was_made_from(store: FakeStore) -> None:

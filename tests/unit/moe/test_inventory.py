@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import reduce
+from operator import or_
 
 import pytest
 from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
+from megatron.core.dist_checkpointing.moe.policy.availability import Survey
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, catalogue, listing, rank_inventory
+from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Judge, digest, overview
+from megatron.core.dist_checkpointing.moe.recovery.inventory import (
+    Catalogue,
+    CopyLocation,
+    JudgedRow,
+    SentRows,
+    catalogue,
+    listing,
+)
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,
@@ -54,14 +64,26 @@ class Node:
         writer.seal(Facts(job, digest, topology, scalars))
         return snapshot
 
-    def told(self, nodes: tuple[str, str] = ("a", "b")) -> Catalogue:
+    def rows(self, takes_over: Callable[[str], bool] = lambda job: True) -> tuple[Judge, list[list[JudgedRow]]]:
+        """What each rank finds, judged by what all know."""
         rows = [
             listing(self.stores[rank], Tier.OWN_MEMORY, TOPOLOGY, job="job")
             + listing(self.disks[rank], Tier.PERSISTENT, TOPOLOGY, owner=rank)
             for rank in range(2)
         ]
-        gathered = [rank_inventory(node, OWN[rank], rows[rank]) for rank, node in enumerate(nodes)]
-        return catalogue(json.loads(json.dumps(gathered)))
+        judge = Judge(reduce(or_, map(overview, rows)), "job", takes_over)
+        return judge, [list(map(judge.judged, found)) for found in rows]
+
+    def told(self, nodes: tuple[str, str] = ("a", "b")) -> Catalogue:
+        """What is known of the state of both ranks."""
+        sent = [(rank, SentRows.of(rows)) for rank, rows in enumerate(self.rows()[1])]
+        return catalogue(sent, {rank: frozenset(OWN[rank]) for rank in range(2)}, tuple(map("ab".index, nodes)))
+
+    def digest(self, damaged: Collection[CopyLocation] = (), first: Collection[int] = ()) -> Digest:
+        """What both ranks tell all."""
+        known, nothing = self.told(), Survey({}, frozenset())
+        rows = enumerate(self.rows()[1])
+        return reduce(or_, (digest(rank, nothing, known, found, damaged, first) for rank, found in rows))
 
 
 @pytest.fixture
@@ -72,14 +94,14 @@ def node() -> Node:
 def test_nothing_found_is_told_as_no_iteration(node: Node) -> None:
     found = node.told()
     assert not found.found
-    assert found.newest_iteration == -1
+    assert node.rows()[0].overview.newest == -1
     assert found.required == {rank: frozenset(OWN[rank]) for rank in range(2)}
 
 
 def test_what_was_sealed_is_found_with_its_operators_and_digest(node: Node) -> None:
     snapshot = node.seal(node.stores[0], 4, 0, digest="abc")
-    (one,) = node.told().found
-    assert (one.finder, one.snapshot, one.tier, one.digest, one.why) == (0, snapshot, Tier.OWN_MEMORY, "abc", "")
+    (one,), (row,) = node.told().found, node.rows()[1][0]
+    assert (one.finder, one.snapshot, one.tier, row.digest, one.why) == (0, snapshot, Tier.OWN_MEMORY, "abc", "")
     assert one.timeline == FIRST
     assert one.plan.parts == dict.fromkeys(OWN[0], Part.MASTER_AND_MOMENTS)
 
@@ -103,7 +125,7 @@ def test_a_damaged_manifest_is_told_as_a_copy_that_is_not_sealed(node: Node) -> 
     snapshot = node.seal(node.stores[0], 4, 0)
     node.memories[0].flip(snapshot, 2000, manifest=True)
     found = node.told()
-    assert found.newest_iteration == 4
+    assert node.rows()[0].overview.newest == 4
     assert found.found[0].why
     (copy,) = found.inventory().copies[0]
     assert not copy.sealed
@@ -116,7 +138,7 @@ def test_a_snapshot_that_was_never_sealed_is_told_too(node: Node) -> None:
     segment.manifest = b""
     (one,) = node.told().found
     assert "never sealed" in one.why
-    assert node.told().newest_iteration == 6
+    assert node.rows()[0].overview.newest == 6
 
 
 def test_snapshots_of_another_layout_cannot_be_used_and_both_layouts_are_named(node: Node) -> None:
@@ -207,24 +229,23 @@ def test_an_iteration_is_journaled_when_every_rank_has_its_outcome(node: Node) -
         node.seal(node.stores[0], iteration, 0, more=JOURNALED)
     node.seal(node.stores[1], 4, 1, more=JOURNALED)
     node.seal(node.stores[1], 5, 1)
-    assert node.told().inventory().journal == {4}
+    assert (node.digest().journaled | node.digest().kept) == {4}
 
 
 def test_a_rank_without_operators_in_a_snapshot_has_its_outcome_all_the_same(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, operators=(), more=JOURNALED)
     node.seal(node.stores[1], 4, 1, more=JOURNALED)
-    assert node.told().inventory().journal == {4}
+    assert (node.digest().journaled | node.digest().kept) == {4}
     assert [one.snapshot.rank for one in node.told().trainer_sources(0, 4)] == [0]
 
 
 def test_what_proved_damaged_journals_nothing_unless_another_copy_does(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, more=JOURNALED)
     node.seal(node.stores[1], 4, 1, more=JOURNALED)
-    found = node.told()
-    damaged = {one.place for one in found.found if one.finder == 0}
-    assert not found.inventory(damaged).journal
+    damaged = {one.place for one in node.told().found if one.finder == 0}
+    assert not node.digest(damaged).journaled
     node.seal(node.stores[1], 4, 0, more=JOURNALED)
-    assert node.told().inventory(damaged).journal == {4}
+    assert node.digest(damaged).journaled == {4}
 
 
 def test_a_state_without_its_trainer_is_no_witness_of_an_iteration(node: Node) -> None:
@@ -260,7 +281,7 @@ def test_logs_are_seen_as_runs_without_gaps_of_both_directions_where_they_lie(no
 def test_a_log_tells_everybody_how_its_iteration_came_out_but_is_no_state_of_its_sender(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, kind=LOG, operators=(), more=JOURNALED)
     found = node.told()
-    assert found.inventory().journal == {4}
+    assert node.digest().kept == node.digest().logged == {4}
     assert not found.trainer_sources(0, 4)
     assert not found.inventory().copies
 
@@ -268,7 +289,7 @@ def test_a_log_tells_everybody_how_its_iteration_came_out_but_is_no_state_of_its
 def test_a_log_without_a_journal_is_a_log_all_the_same(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, kind=LOG, operators=())
     seen = node.told().inventory()
-    assert (seen.journal, len(seen.logs[0])) == (frozenset(), 2)
+    assert (node.digest().kept, len(seen.logs[0])) == (frozenset(), 2)
 
 
 def test_a_log_that_proved_damaged_is_gone_from_the_next_plan(node: Node) -> None:
@@ -319,7 +340,6 @@ def test_what_was_kept_in_a_future_that_was_given_up_is_never_used(kind: str, no
     node.seal(node.stores[1], 3, 1, timeline=SECOND)
     left = node.told().within(SECOND)
     assert [one.snapshot.iteration for one in left.found] == [3]
-    assert not left.inventory().journal
 
 
 def test_state_parked_before_its_attempt_trained_anything_is_that_of_the_attempt_before(node: Node) -> None:
@@ -344,18 +364,19 @@ def test_of_several_copies_of_a_log_the_readers_own_comes_first(node: Node) -> N
 def test_who_knows_most_tells_how_an_iteration_came_out(node: Node) -> None:
     node.seal(node.stores[0], 4, 0, kind=LOG, operators=(), more=JOURNALED)
     node.seal(node.stores[1], 4, 1, kind=LOG, operators=(), more=JOURNALED)
-    assert [one.finder for one in node.told().journal_sources(4)] == [0, 1]
-    assert [one.finder for one in node.told().journal_sources(4, first=[1])] == [1, 0]
+    for first, speaks in (((), 0), ((1,), 1)):
+        place = node.digest(first=first).journal(4)
+        assert place is not None and place[0] == speaks
+    assert node.digest().journal(5) is None
 
 
 def test_the_lowest_rank_that_remembers_speaks_for_the_strategy(node: Node) -> None:
     node.seal(node.stores[1], 4, 1, kind=PARKED, more={"strategy": {"a": 1}})
-    node.seal(node.stores[1], 4, 0, more={"strategy": {"a": 1}})
+    snapshot = node.seal(node.stores[1], 4, 0, more={"strategy": {"a": 1}})
     node.seal(node.stores[0], 4, 0, kind=PARKED)
-    assert [(one.snapshot.rank, one.snapshot.kind) for one in node.told().strategy_sources(4)] == [
-        (0, "snapshot"),
-        (1, PARKED),
-    ]
+    place = 1, snapshot, Tier.OWN_MEMORY
+    assert node.digest().strategy(4) == place
+    assert node.digest({place}).strategy(4) == (1, SnapshotId(4, 1, PARKED), Tier.OWN_MEMORY)
 
 
 def test_a_rank_has_logged_what_lies_in_its_own_store(node: Node) -> None:
@@ -374,29 +395,27 @@ def test_a_manifest_with_fields_of_another_kind_is_told_and_not_used(node: Node)
 
 def test_what_a_row_says_arrives_on_the_other_ranks(node: Node) -> None:
     node.seal(node.disks[1], 4, 1, digest="abc", more={**JOURNALED, "strategy": {"a": 1}, "window": [3, 4]})
-    (row,) = listing(node.disks[1], Tier.PERSISTENT, TOPOLOGY, owner=1)
+    (row,) = node.rows()[1][1]
     (found,) = node.told().found
-    assert {name: getattr(found, name) for name in row.__struct_fields__} == {
-        name: getattr(row, name) for name in row.__struct_fields__
-    }
-    assert (found.digest, found.span, found.has_journal, found.has_strategy) == ("abc", range(3, 5), True, True)
+    kept = set(row.__struct_fields__) - {"digest", "job"}  # of use where the snapshot lies
+    assert {name: getattr(found, name) for name in kept} == {name: getattr(row, name) for name in kept}
+    assert (row.digest, found.span, found.has_journal, found.has_strategy) == ("abc", range(3, 5), True, True)
 
 
-def strange(found: Catalogue) -> list[tuple[int, str]]:
+def strange(rows: list[list[JudgedRow]]) -> list[tuple[int, str]]:
     """What is not used because of its job, by iteration."""
-    return sorted({(one.snapshot.iteration, one.why) for one in found.found if one.why})
+    return sorted({(one.snapshot.iteration, one.why) for found in rows for one in found if one.why})
 
 
 def test_what_another_job_stored_is_of_no_use_unless_it_is_asked_for(node: Node) -> None:
     for rank in range(2):
         node.seal(node.disks[rank], 60, rank, job="elder")
-    refused = node.told().without_strangers("job", lambda job: False)
-    assert strange(refused) == [(60, "it belongs to job elder")]
-    assert not refused.timelines and not any(copy.sealed for copy in refused.inventory().copies[0])
-    newest = refused.newest_stranger
-    assert newest is not None and (newest.snapshot.iteration, newest.job) == (60, "elder")
-    asked = node.told().without_strangers("job", lambda job: job == "elder")
-    assert not strange(asked) and asked.newest_stranger is None and asked.timelines == [FIRST]
+    judge, rows = node.rows(lambda job: False)
+    assert strange(rows) == [(60, "it belongs to job elder")]
+    assert not judge.timelines
+    assert judge.newest_stranger == (60, "elder")
+    judge, rows = node.rows(lambda job: job == "elder")
+    assert not strange(rows) and judge.newest_stranger == (-1, "") and judge.timelines == [FIRST]
 
 
 def test_what_a_job_has_come_from_is_its_own_from_then_on(node: Node) -> None:
@@ -405,5 +424,5 @@ def test_what_a_job_has_come_from_is_its_own_from_then_on(node: Node) -> None:
         node.seal(node.disks[rank], 2, rank, job="elder", timeline=FIRST)
         node.seal(node.disks[rank], 3, rank, job="elder", timeline=FIRST)
         node.seal(node.disks[rank], 4, rank, timeline=SECOND)
-    found = node.told().without_strangers("job", lambda job: False)
-    assert strange(found) == [(3, "it belongs to job elder")], "the past ends where this job went on from"
+    _, rows = node.rows(lambda job: False)
+    assert strange(rows) == [(3, "it belongs to job elder")], "the past ends where this job went on from"

@@ -46,7 +46,7 @@ def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_
         (found(0, 4, EXPERT), found(1, 4, HEAD), found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0)
     )
     plan = planned(source(0, 4, EXPERT), source(0, 5, HEAD), source(1, 4, HEAD))
-    read = with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO)
+    read = with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO, ())
     assert sorted((need.rank, need.found.snapshot.iteration, bool(need.parts)) for need in read) == [
         (0, 4, True),
         (0, 5, True),
@@ -58,7 +58,9 @@ def test_a_rank_reads_each_replayed_iteration_even_where_it_owns_no_operator_of_
 def test_nothing_more_is_read_where_nothing_is_replayed() -> None:
     known = Catalogue((found(0, 5, HEAD), found(1, 5)), {0: NONE, 1: NONE}, (0, 0))
     plan = RecoveryPlan(5, Scope.GLOBAL, (ReplaySegment((0,), 5, 5),), (source(0, 5, HEAD),))
-    assert [need.rank for need in with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO)] == [0]
+    assert [need.rank for need in with_trainer_states(needs(plan, known.inventory(), known), plan, known, TWO, ())] == [
+        0
+    ]
 
 
 def test_the_base_is_where_the_replay_begins_and_the_target_without_one() -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible, UsageError
-from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery, widened
+from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
 from megatron.core.dist_checkpointing.moe.types import (
     BoundaryLog,
     Copy,
@@ -315,8 +315,7 @@ def test_what_cannot_be_recovered_is_named() -> None:
 
 
 def why_wider(cluster: Cluster, **options: object) -> str:
-    plan = cluster.recover(**options)
-    return widened(plan, cluster.inventory, cluster.topology, tied=bool(options.get("tied_embeddings")))
+    return cluster.recover(**options).wider
 
 
 def test_where_all_stages_roll_back_together_nothing_runs_again_beyond_their_windows() -> None:
@@ -350,7 +349,7 @@ def test_the_reason_for_a_wider_scope_is_told() -> None:
 
 
 def test_an_inventory_that_leaves_out_a_rank_is_refused() -> None:
-    with pytest.raises(UsageError, match="what rank 1 requires"):
+    with pytest.raises(UsageError, match="what 1 of 2 ranks require"):
         plan_recovery(Inventory({0: frozenset()}, {}), Lost(), pipeline(2))
 
 

@@ -29,7 +29,8 @@ FOUR = Topology(8, pp=4)
 
 
 def fed(stages: tuple[int, ...], topology: Topology) -> list[tuple[int, int, Direction]]:
-    return list(feeds(ReplaySegment(stages, 4, 6), topology))
+    segment, ranks = ReplaySegment(stages, 4, 6), range(topology.world_size)
+    return [(rank, sender, way) for rank in ranks for sender, way in feeds(segment, rank, topology)]
 
 
 def test_the_ranks_beside_a_segment_feed_its_edges_rank_by_rank() -> None:

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import UsageError
-from ..types import Copy, CopySource, Inventory, Lost, OperatorId, Part, Refusal, RefusalReason, Tier, Topology
+from ..types import (
+    Copy,
+    CopySource,
+    Direction,
+    Inventory,
+    Lost,
+    OperatorId,
+    Part,
+    Refusal,
+    RefusalReason,
+    Tier,
+    Topology,
+)
 
 Operators = frozenset[OperatorId]
 NONE: Operators = frozenset()
@@ -70,7 +82,8 @@ class RankState:
 def rank_states(
     inventory: Inventory, lost: Lost, topology: Topology, parts: tuple[Part, ...], *, constants: bool = False
 ) -> dict[int, RankState]:
-    """What the intact copies of each rank give of each of the `parts`. What ranks have in common is computed once.
+    """What the intact copies of each rank of the inventory give of each of the `parts`; what ranks have in common is
+    computed once.
 
     Args:
         inventory: All that was found after the failure.
@@ -80,16 +93,11 @@ def rank_states(
         constants: Count copies of what training does not change for later iterations too.
 
     Returns:
-        The state of each rank of the job, by rank.
-
-    Raises:
-        UsageError: The inventory does not say what a rank requires.
+        The state of each of these ranks, by rank.
     """
     shared: dict[tuple[object, ...], _Shared] = {}
     states = {}
-    for rank in range(topology.world_size):
-        if rank not in inventory.required:
-            raise UsageError(f"the inventory does not say what rank {rank} requires; it must name all ranks")
+    for rank in sorted(set(inventory.required).intersection(range(topology.world_size))):
         required = inventory.required[rank]
         usable, refused = [], []
         for copy in _in_order(inventory.copies.get(rank, ())):
@@ -139,17 +147,76 @@ def _is_parked(copy: Copy, required: Operators) -> bool:
     return copy.tier is Tier.PARKED and required <= copy.plan.anchored - copy.corrupt
 
 
-@dataclass(frozen=True)
-class StageState:
-    """What all ranks of one pipeline stage can rebuild together.
+class OperatorOrder:
+    """Numbers of operators, so that a set of them is the bits of one integer: united, cut and sent in no time.
 
-    An operator is there only if every rank that owns a shard of it has its records.
+    Args:
+        operators: All that there are, each once, in the same order wherever their numbers are used.
     """
 
-    required: Operators
-    lacks: Mapping[Part, Mapping[int, Operators]]
+    def __init__(self, operators: Iterable[OperatorId]) -> None:
+        self._operators = tuple(operators)
+        self._numbers = {operator: number for number, operator in enumerate(self._operators)}
 
-    def lacking(self, part: Part, iteration: int) -> Operators:
+    def bits(self, operators: Iterable[OperatorId]) -> int:
+        """The set of these operators."""
+        found = bytearray(len(self._operators) // 8 + 1)
+        for one in operators:
+            number = self._numbers[one]
+            found[number >> 3] |= 1 << (number & 7)
+        return int.from_bytes(found, "little")
+
+    def named(self, bits: int) -> Operators:
+        """The operators of a set."""
+        return frozenset(self.listed(bits))
+
+    def listed(self, bits: int) -> list[OperatorId]:
+        """The same in their order."""
+        return [self._operators[number] for number in numbers_of(bits)]
+
+
+def numbers_of(bits: int) -> list[int]:
+    """The numbers of the bits that are set, ascending."""
+    return [number for number, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What ranks of one pipeline stage can rebuild together; sets of operators and of ranks are bits.
+
+    An operator is there only if every rank that owns a shard of it has its records. `parked` are the iterations at
+    which any rank parked its complete state, `stands` those at which all did, and `reaches` those at which each of them
+    parked, or one step before with the reduced gradients of the next one; `rolling` are the ranks of which the latter
+    holds, by iteration. `logs` are the iterations of which all ranks have a log in a direction.
+    """
+
+    ranks: int
+    required: int
+    lacks: Mapping[Part, Mapping[int, int]]
+    parked: frozenset[int]
+    stands: frozenset[int]
+    reaches: frozenset[int]
+    rolling: Mapping[int, int]
+    logs: Mapping[Direction, frozenset[int]]
+
+    def __or__(self, other: StageState) -> StageState:
+        """What the ranks of both can rebuild together."""
+        return StageState(
+            self.ranks + other.ranks,
+            self.required | other.required,
+            self.lacks if self.lacks is other.lacks else {part: self._lacked(other, part) for part in self.lacks},
+            self.parked | other.parked,
+            self.stands & other.stands,
+            self.reaches & other.reaches,
+            {i: self.rolling.get(i, 0) | other.rolling.get(i, 0) for i in self.rolling.keys() | other.rolling.keys()},
+            {way: there & other.logs[way] for way, there in self.logs.items()},
+        )
+
+    def _lacked(self, other: StageState, part: Part) -> dict[int, int]:
+        iterations = self.lacks[part].keys() | other.lacks[part].keys()
+        return {iteration: self.lacking(part, iteration) | other.lacking(part, iteration) for iteration in iterations}
+
+    def lacking(self, part: Part, iteration: int) -> int:
         """Operators whose `part` cannot be had as it was after `iteration`.
 
         Args:
@@ -158,7 +225,7 @@ class StageState:
         """
         return self.lacks[part].get(iteration, self.required)
 
-    def frozen(self, base: int, limit: int | None) -> list[Operators] | None:
+    def frozen(self, base: int, limit: int | None) -> list[int] | None:
         """Which operators stay frozen after loading the snapshots of iterations base, base + 1, ...; ends with none.
 
         This is the condition of sparse-to-dense conversion (MoEvement 3.3): from `base` on, each operator has compute
@@ -171,12 +238,12 @@ class StageState:
         Returns:
             One set per iteration from `base` on; None if the condition fails at or before `limit`.
         """
-        found: list[Operators] = []
+        found: list[int] = []
         pending, iteration = self.required, base
         while pending or not found:
             if limit is not None and iteration > limit:
                 return None
-            pending = pending & self.lacking(Part.MASTER_AND_MOMENTS, iteration)
+            pending &= self.lacking(Part.MASTER_AND_MOMENTS, iteration)
             if pending & self.lacking(Part.COMPUTE, iteration):
                 return None
             found.append(pending)
@@ -193,20 +260,100 @@ class StageState:
         """As `dense`, where the stage is dense again at `limit` at the latest."""
         return {base: dense for base, dense in self.dense.items() if limit is None or dense <= limit}
 
-    def newest(self, part: Part, limit: int) -> dict[OperatorId, int]:
-        """The newest iteration up to `limit` at which each operator's `part` can be had; operators without one lack.
+    def newest(self, part: Part, limit: int) -> Iterator[tuple[int, int]]:
+        """The iterations up to `limit`, the newest first, each with operators whose newest `part` is of it.
 
         Args:
             part: The component that is looked for.
             limit: The last iteration that counts.
         """
-        found: dict[OperatorId, int] = {}
         pending = self.required
         for iteration in sorted(self.lacks[part], reverse=True):
             if iteration <= limit and pending:
-                found.update(dict.fromkeys(pending - self.lacking(part, iteration), iteration))
-                pending = pending & self.lacking(part, iteration)
-        return found
+                yield iteration, pending & ~self.lacking(part, iteration)
+                pending &= self.lacking(part, iteration)
+
+    def logs_since(self, way: Direction, target: int) -> int:
+        """From which iteration on all ranks' logs are there, without a gap up to the target.
+
+        Args:
+            way: The direction in which they were sent.
+            target: The last iteration.
+        """
+        reached = target + 1
+        while reached - 1 in self.logs[way]:
+            reached -= 1
+        return reached
+
+
+Stages = Mapping[int, StageState]
+"""By pipeline stage."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What ranks can rebuild together, by stage, and the iterations whose global scalars are known."""
+
+    stages: Stages
+    journal: frozenset[int]
+
+
+Everywhere = Callable[[Survey], Survey]
+"""From what this rank can rebuild to what all ranks can: a collective."""
+
+
+def whole(survey: Survey, topology: Topology) -> list[StageState]:
+    """The states of all pipeline stages, in their order.
+
+    Args:
+        survey: Of all ranks of the job.
+        topology: The rank layout.
+
+    Raises:
+        UsageError: It leaves out a rank.
+    """
+    ranks = sum(stage.ranks for stage in survey.stages.values())
+    if ranks != topology.world_size:
+        raise UsageError(
+            f"the inventory says what {ranks} of {topology.world_size} ranks require; it must name all ranks"
+        )
+    return [survey.stages[stage] for stage in range(topology.pp)]
+
+
+def surveyed(
+    states: Mapping[int, RankState], inventory: Inventory, lost: Lost, topology: Topology, order: OperatorOrder
+) -> Survey:
+    """What the ranks of an inventory can rebuild together.
+
+    Args:
+        states: What was found of each rank's state, by rank.
+        inventory: All that was found after the failure.
+        lost: Ranks and nodes that failed.
+        topology: The rank layout.
+        order: Has all operators.
+    """
+    alike: dict[int, tuple[int, Mapping[Part, Mapping[int, int]]]] = {}
+    kinds: dict[tuple[int, int], StageState] = {}
+    for rank, state in states.items():
+        if state.kind not in alike:
+            lacks = {part: {i: order.bits(one) for i, one in held.items()} for part, held in state.lacks.items()}
+            alike[state.kind] = order.bits(state.required), lacks
+        parked, kind = frozenset(state.parked), (topology.stage(rank), state.kind)
+        may_roll = rank in inventory.can_roll_forward
+        rolling = frozenset(at + 1 for at in parked if may_roll and at + 1 not in parked)
+        logs = {way: _logged(inventory, lost, rank, way) for way in Direction}
+        bits = dict.fromkeys(rolling, 1 << rank)
+        own = StageState(1, *alike[state.kind], parked, parked, parked | rolling, bits, logs)
+        kinds[kind] = kinds[kind] | own if kind in kinds else own
+    stages: dict[int, StageState] = {}
+    for (stage, _), found in kinds.items():
+        stages[stage] = stages[stage] | found if stage in stages else found
+    return Survey(stages, inventory.journal)
+
+
+def _logged(inventory: Inventory, lost: Lost, rank: int, way: Direction) -> frozenset[int]:
+    logs = (log for log in inventory.logs.get(rank, ()) if log.direction is way and log.holder not in lost.nodes)
+    return frozenset(iteration for log in logs for iteration in log.iterations)
 
 
 def copy_sources(
@@ -227,32 +374,6 @@ def copy_sources(
         for index, part, operators in recipes[state.kind]:
             copy = state.copies[index]
             yield CopySource(rank, copy.plan.iteration, copy.tier, copy.holder, part, operators)
-
-
-def stage_states(states: Mapping[int, RankState], topology: Topology) -> list[StageState]:
-    """The states of all pipeline stages, from those of their ranks.
-
-    Args:
-        states: What was found of each rank's state, by rank.
-        topology: The rank layout.
-
-    Returns:
-        One state per pipeline stage, in their order.
-    """
-    return [_combined([states[rank] for rank in topology.stage_ranks(stage)]) for stage in range(topology.pp)]
-
-
-def _combined(states: list[RankState]) -> StageState:
-    kinds = {state.kind: state for state in states}.values()
-    required = NONE.union(*(state.required for state in kinds))
-    iterations = {iteration for state in kinds for held in state.lacks.values() for iteration in held}
-    return StageState(
-        required,
-        {
-            part: {i: NONE.union(*(state.lacks[part].get(i, state.required) for state in kinds)) for i in iterations}
-            for part in states[0].lacks
-        },
-    )
 
 
 def _in_order(copies: Iterable[Copy]) -> Sequence[Copy]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ..errors import RecoveryImpossible
@@ -21,24 +22,36 @@ from ..types import (
 )
 from .availability import (
     NONE,
+    Everywhere,
+    OperatorOrder,
     Operators,
     RankState,
     Record,
     StageState,
+    Survey,
     copy_sources,
+    numbers_of,
     rank_states,
     refusals,
-    stage_states,
+    surveyed,
+    whole,
 )
 from .rollback import Pipeline, Rollback, cheapest_rollbacks
 
-Way = tuple[Pipeline, frozenset[int], tuple[Rollback, ...] | None]
-"""The pipeline as seen from a target, the ranks that can roll forward to it, and the rollbacks if any lead there."""
+Way = tuple[Pipeline, tuple[Rollback, ...] | None]
+"""The pipeline as seen from a target, and the rollbacks if any lead there."""
 ADVICE = "load an older checkpoint with --load and --ckpt-step"
 
 
 def plan_recovery(
-    inventory: Inventory, lost: Lost, topology: Topology, *, tied_embeddings: bool = False, target: int | None = None
+    inventory: Inventory,
+    lost: Lost,
+    topology: Topology,
+    *,
+    tied_embeddings: bool = False,
+    target: int | None = None,
+    order: OperatorOrder | None = None,
+    everywhere: Everywhere | None = None,
 ) -> RecoveryPlan:
     """Plan an exact recovery, as under `full` and `sparse` (MoEvement 3.3, 3.4, App. A).
 
@@ -48,39 +61,63 @@ def plan_recovery(
     scope widens, in the end to all stages.
 
     Args:
+        inventory: What was found of all ranks; of some, with `everywhere`: then sources and refusals are theirs alone.
+        lost: Ranks and nodes that failed.
+        topology: The rank layout.
         tied_embeddings: First and last stage share embeddings, so that they replay together.
         target: The iteration to stand after; None takes the newest reachable one that a rank parked at or that all
             stages have snapshots of, otherwise any that can be reached.
+        order: Of all operators; of those of the inventory by default.
+        everywhere: Makes of what these ranks can rebuild what all can.
 
     Raises:
         RecoveryImpossible: No intact copies lead to the target.
         UsageError: The inventory leaves out a rank.
     """
     states = rank_states(inventory, lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE), constants=True)
-    stages = stage_states(states, topology)
+    order = order or order_of(inventory)
+    survey = surveyed(states, inventory, lost, topology, order)
+    survey = survey if everywhere is None else everywhere(survey)
+    stages = whole(survey, topology)
 
     def rolled_back(to: int) -> Way:
-        pipeline, rolling = pipeline_at(inventory, lost, topology, states, stages, to, tied_embeddings)
-        return pipeline, rolling, cheapest_rollbacks(pipeline)
+        pipeline = pipeline_at(stages, survey.journal, topology, to, tied_embeddings)
+        return pipeline, cheapest_rollbacks(pipeline)
 
-    targets = _targets(states, inventory.journal, stages) if target is None else [target]
-    pipeline, rolling, rollbacks = _newest(targets, rolled_back) if target is None else rolled_back(target)
+    targets = _targets(stages, survey.journal) if target is None else [target]
+    pipeline, rollbacks = _newest(targets, rolled_back) if target is None else rolled_back(target)
     if rollbacks is None:
-        raise _impossible(stages, targets[0] if targets else None)
+        raise _impossible(stages, targets[0] if targets else None, order)
     wanted = pipeline.target
-    segments = tuple(_segment(rollback, pipeline, stages) for rollback in rollbacks)
-    restored = [source for segment in segments for source in _restored(segment, states, stages, topology)]
+    segments = tuple(_segment(rollback, pipeline, stages, order) for rollback in rollbacks)
+    restored = [source for segment in segments for source in _restored(segment, states, stages, topology, order)]
     replaying = {stage for segment in segments for stage in segment.stages}
     waiting = [state for rank, state in states.items() if topology.stage(rank) not in replaying]
-    return RecoveryPlan(
+    plan = RecoveryPlan(
         wanted,
         _scope(segments, topology),
         segments,
         (*restored, *_waiting(waiting, wanted)),
         (*refusals(states, wanted), *_incomplete(segments, states, topology)),
-        tuple(sorted(state.rank for state in waiting if state.rank in rolling)),
+        _rolling(stages, survey.journal, wanted, replaying),
         lost=lost,
     )
+    return replace(plan, wider=_wider(plan, survey, stages, topology, tied_embeddings))
+
+
+def order_of(inventory: Inventory) -> OperatorOrder:
+    """The numbers of all operators that the ranks of an inventory own."""
+    return OperatorOrder(sorted(NONE.union(*set(inventory.required.values()))))
+
+
+def _rolling(
+    stages: Sequence[StageState], journal: frozenset[int], target: int, replaying: Iterable[int]
+) -> tuple[int, ...]:
+    """The ranks that wait and make the step of the target with the gradients that they kept."""
+    if target not in journal:
+        return ()
+    waiting = (state for stage, state in enumerate(stages) if stage not in replaying)
+    return tuple(rank for state in waiting for rank in numbers_of(state.rolling.get(target, 0)))
 
 
 def _newest(targets: Sequence[int], rolled_back: Callable[[int], Way]) -> Way:
@@ -93,14 +130,14 @@ def _newest(targets: Sequence[int], rolled_back: Callable[[int], Way]) -> Way:
     for wanted in targets:
         if wanted <= dense:
             break
-        tried = pipeline, _, rollbacks = rolled_back(wanted)
+        tried = pipeline, rollbacks = rolled_back(wanted)
         if rollbacks is None:
             continue
         reached = _dense_together(pipeline, rollbacks)
         if reached == wanted:
             return tried
         dense = max(dense, reached)
-    return rolled_back(dense) if dense >= 0 else (Pipeline(-1, (), (), {}), frozenset(), None)
+    return rolled_back(dense) if dense >= 0 else (Pipeline(-1, (), (), {}), None)
 
 
 def _dense_together(pipeline: Pipeline, rollbacks: Sequence[Rollback]) -> int:
@@ -110,9 +147,9 @@ def _dense_together(pipeline: Pipeline, rollbacks: Sequence[Rollback]) -> int:
     return max(bases[rollbacks[0].base] for bases in pipeline.bases)
 
 
-def _targets(states: Mapping[int, RankState], journal: frozenset[int], stages: Sequence[StageState]) -> list[int]:
+def _targets(stages: Sequence[StageState], journal: frozenset[int]) -> list[int]:
     """Iterations to try, the best first: where ranks parked or all stages are dense, then where any stage is."""
-    likely = {iteration for state in states.values() for iteration in state.parked}
+    likely = {iteration for stage in stages for iteration in stage.parked}
     for base in stages[0].dense:
         if all(base in stage.dense for stage in stages):
             dense = max(stage.dense[base] for stage in stages)
@@ -123,71 +160,39 @@ def _targets(states: Mapping[int, RankState], journal: frozenset[int], stages: S
 
 
 def pipeline_at(
-    inventory: Inventory,
-    lost: Lost,
-    topology: Topology,
-    states: Mapping[int, RankState],
-    stages: Sequence[StageState],
-    target: int,
-    tied: bool,
-) -> tuple[Pipeline, frozenset[int]]:
-    """What the choice of rollbacks depends on, and the ranks that can roll forward to the target.
+    stages: Sequence[StageState], journal: frozenset[int], topology: Topology, target: int, tied: bool
+) -> Pipeline:
+    """What the choice of rollbacks depends on.
 
     Args:
-        inventory: All that was found after the failure.
-        lost: Ranks and nodes that failed.
-        topology: The rank layout.
-        states: What was found of each rank's state, by rank.
         stages: What each pipeline stage can rebuild.
+        journal: Iterations whose global scalars are known.
+        topology: The rank layout.
         target: The iteration to stand after.
         tied: First and last stage share embeddings.
     """
-    rolling = frozenset(
-        rank
-        for rank in inventory.can_roll_forward
-        if target in inventory.journal and target - 1 in states[rank].parked and target not in states[rank].parked
-    )
-    numbers = range(topology.pp)
-    pipeline = Pipeline(
+    return Pipeline(
         target,
-        tuple(
-            all(target in states[rank].parked or rank in rolling for rank in topology.stage_ranks(stage))
-            for stage in numbers
-        ),
+        tuple(target in (stage.reaches if target in journal else stage.stands) for stage in stages),
         tuple(stage.bases(target) for stage in stages),
-        {
-            way: tuple(_logs_since(inventory, lost, topology.stage_ranks(stage), way, target) for stage in numbers)
-            for way in Direction
-        },
-        inventory.journal,
+        {way: tuple(stage.logs_since(way, target) for stage in stages) for way in Direction},
+        journal,
         circular=topology.vpp > 1,
         tied=tied,
     )
-    return pipeline, rolling
 
 
-def _logs_since(inventory: Inventory, lost: Lost, ranks: Iterable[int], direction: Direction, target: int) -> int:
-    """From which iteration on all ranks' logs in this direction are there, without a gap up to the target."""
-    since = 0
-    for rank in ranks:
-        reached = target + 1
-        logs = (log for log in inventory.logs.get(rank, ()) if log.direction is direction)
-        there = (log.iterations for log in logs if log.holder not in lost.nodes)
-        for iterations in sorted(there, key=lambda span: span.stop, reverse=True):
-            if iterations.start < reached <= iterations.stop:
-                reached = iterations.start
-        since = max(since, reached)
-    return since
-
-
-def _segment(rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState]) -> ReplaySegment:
-    frozen = [NONE] * (pipeline.target - rollback.base)
+def _segment(
+    rollback: Rollback, pipeline: Pipeline, stages: Sequence[StageState], order: OperatorOrder
+) -> ReplaySegment:
+    frozen = [0] * (pipeline.target - rollback.base)
     for stage in rollback.stages:
         for step, pending in enumerate(stages[stage].frozen(rollback.base, pipeline.target) or ()):
             if pending:
                 frozen[step] |= pending
     feeding = sorted(set(_outside(rollback, pipeline))) if frozen else []
-    return ReplaySegment(rollback.stages, rollback.base, pipeline.target, tuple(frozen), tuple(feeding))
+    named = tuple(map(order.named, frozen))
+    return ReplaySegment(rollback.stages, rollback.base, pipeline.target, named, tuple(feeding))
 
 
 def _outside(rollback: Rollback, pipeline: Pipeline) -> Iterator[int]:
@@ -204,13 +209,17 @@ def _scope(segments: Sequence[ReplaySegment], topology: Topology) -> Scope:
 
 
 def _restored(
-    segment: ReplaySegment, states: Mapping[int, RankState], stages: Sequence[StageState], topology: Topology
+    segment: ReplaySegment,
+    states: Mapping[int, RankState],
+    stages: Sequence[StageState],
+    topology: Topology,
+    order: OperatorOrder,
 ) -> Iterator[CopySource]:
     """Who loads which records for a segment."""
     for stage in segment.stages:
-        pending = stages[stage].frozen(segment.base, segment.target) or []
-        records = partial(_records, base=segment.base, pending=pending)
-        yield from copy_sources(states, topology.stage_ranks(stage), records)
+        if ranks := [rank for rank in topology.stage_ranks(stage) if rank in states]:
+            pending = list(map(order.named, stages[stage].frozen(segment.base, segment.target) or ()))
+            yield from copy_sources(states, ranks, partial(_records, base=segment.base, pending=pending))
 
 
 def _records(state: RankState, base: int, pending: Sequence[Operators]) -> Iterator[Record]:
@@ -251,17 +260,17 @@ def _incomplete(
     for segment in segments:
         dense = segment.base + sum(1 for frozen in segment.frozen if frozen)
         for stage in segment.stages:
-            for rank in topology.stage_ranks(stage):
+            for rank in filter(states.__contains__, topology.stage_ranks(stage)):
                 for copy in states[rank].copies:
                     if dense < copy.plan.iteration <= segment.target:
                         yield Refusal(rank, copy.plan.iteration, copy.tier, copy.holder, RefusalReason.INCOMPLETE)
 
 
-def _impossible(stages: Sequence[StageState], target: int | None) -> RecoveryImpossible:
+def _impossible(stages: Sequence[StageState], target: int | None, order: OperatorOrder) -> RecoveryImpossible:
     where = "any iteration" if target is None else f"iteration {target}"
     for stage, state in enumerate(stages):
         if not state.bases(target):
-            return impossible(where, target, stage, _missing(state, target))
+            return impossible(where, target, stage, order.named(_missing(state, target)))
     return RecoveryImpossible(
         f"{where} cannot be reached: each stage has copies, but from no common iteration do logs and journal lead on;"
         f" {ADVICE}",
@@ -271,17 +280,15 @@ def _impossible(stages: Sequence[StageState], target: int | None) -> RecoveryImp
     )
 
 
-def _missing(state: StageState, limit: int | None) -> Operators:
+def _missing(state: StageState, limit: int | None) -> int:
     """Operators that stand in the way: without full state anywhere, or else without weights until it."""
     iterations = [
         iteration for iteration in state.lacks[Part.MASTER_AND_MOMENTS] if limit is None or iteration <= limit
     ]
-    never = state.required.intersection(
-        *(state.lacking(Part.MASTER_AND_MOMENTS, iteration) for iteration in iterations)
-    )
-    if never:
-        return never
-    return state.lacking(Part.MASTER_AND_MOMENTS, max(iterations))
+    never = state.required
+    for iteration in iterations:
+        never &= state.lacking(Part.MASTER_AND_MOMENTS, iteration)
+    return never or state.lacking(Part.MASTER_AND_MOMENTS, max(iterations))
 
 
 def impossible(where: str, target: int | None, stage: int, missing: Operators) -> RecoveryImpossible:
@@ -302,22 +309,15 @@ def impossible(where: str, target: int | None, stage: int, missing: Operators) -
     )
 
 
-def widened(plan: RecoveryPlan, inventory: Inventory, topology: Topology, *, tied: bool = False) -> str:
+def _wider(plan: RecoveryPlan, survey: Survey, stages: Sequence[StageState], topology: Topology, tied: bool) -> str:
     """Why stages with parked state roll back, or an older iteration than the newest parked one is recovered.
 
     Empty where neither is so.
-
-    Args:
-        plan: The plan to explain.
-        inventory: What it was made from.
-        topology: The rank layout.
-        tied: First and last stage share embeddings.
     """
-    states = rank_states(inventory, plan.lost, topology, (Part.MASTER_AND_MOMENTS, Part.COMPUTE), constants=True)
-    newest = max((iteration for state in states.values() for iteration in state.parked), default=-1)
+    newest = max((iteration for stage in stages for iteration in stage.parked), default=-1)
     if newest < plan.target:
         return "no rank has parked its state" if plan.scope is Scope.GLOBAL else ""
-    pipeline, _ = pipeline_at(inventory, plan.lost, topology, states, stage_states(states, topology), newest, tied)
+    pipeline = pipeline_at(stages, survey.journal, topology, newest, tied)
     kept = {stage for stage in range(topology.pp) if pipeline.parked[stage]}
     moving = {stage for segment in plan.segments if segment.replayed for stage in segment.stages}
     if plan.target == newest and not kept & moving:

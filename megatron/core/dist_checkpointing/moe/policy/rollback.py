@@ -231,23 +231,20 @@ def sends_all(segment: ReplaySegment, iteration: int, topology: Topology) -> boo
     return 0 not in segment.stages or (1 not in segment.stages and topology.vpp == 1)
 
 
-def feeds(segment: ReplaySegment, topology: Topology) -> Iterator[tuple[int, int, Direction]]:
-    """Ranks at the edges of a segment, each with the rank outside that sent to it and the direction.
+def feeds(segment: ReplaySegment, rank: int, topology: Topology) -> Iterator[tuple[int, Direction]]:
+    """The ranks outside a segment that sent to one of its ranks, each with the direction.
 
     With virtual stages the last stage is beside the first one, and with two of them each is on both sides of the other.
 
     Args:
         segment: The stages that replay together.
+        rank: Of any stage.
         topology: The rank layout.
-
-    Returns:
-        Tuples (rank, rank outside, direction).
     """
-    for stage in sorted(segment.stages):
-        for step, way in ((-1, Direction.FORWARD), (1, Direction.BACKWARD)):
-            other = stage + step
-            if topology.vpp > 1:
-                other %= topology.pp
-            if other in range(topology.pp) and other not in segment.stages:
-                for rank in topology.stage_ranks(stage):
-                    yield rank, rank + (other - stage) * topology.ranks_per_stage, way
+    stage = topology.stage(rank)
+    for step, way in ((-1, Direction.FORWARD), (1, Direction.BACKWARD)) if stage in segment.stages else ():
+        other = stage + step
+        if topology.vpp > 1:
+            other %= topology.pp
+        if other in range(topology.pp) and other not in segment.stages:
+            yield rank + (other - stage) * topology.ranks_per_stage, way

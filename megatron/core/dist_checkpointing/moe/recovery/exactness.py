@@ -7,12 +7,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 
 from ..policy.lineage import Lineage, past
-from ..ports import Json
 from ..replay.densify import Compared
 from ..storage.small_files import INFORMING_BYTES, put_aside, read_small
 from ..types import RecoveryPlan, ReplaySegment, Topology
@@ -46,9 +44,9 @@ class Exactness:
 
 
 def exactness(
-    plan: RecoveryPlan, topology: Topology, tolerance: float, compared: Sequence[ComparedIterations]
+    plan: RecoveryPlan, topology: Topology, tolerance: float, compared: Mapping[int, frozenset[int]]
 ) -> Exactness:
-    """How exactly a recovery led back to the state, from what each rank compared.
+    """How exactly a recovery led back to the state, from what the ranks of each stage compared.
 
     Stages that pass their tensors on to each other are judged together: a loss, or what the last of them sends,
     depends on the weights of all.
@@ -57,40 +55,33 @@ def exactness(
         plan: What was carried out.
         topology: Of the job.
         tolerance: By which share losses were allowed to differ.
-        compared: By rank, what each replayed iteration was compared by.
+        compared: By stage, the iterations that `compared_in` gave for each of its ranks.
     """
     replayed = [segment for segment in plan.segments if segment.replayed]
     unverified = [one for segment in replayed for one in _unverified(segment, topology, compared)]
     return Exactness(tolerance if replayed else 0.0, tuple(unverified))
 
 
-def to_values(compared: ComparedIterations) -> Json:
-    """As JSON values."""
-    return [[iteration, *sorted(one.value for one in kinds)] for iteration, kinds in sorted(compared.items())]
+def compared_in(segment: ReplaySegment, compared: ComparedIterations, topology: Topology) -> frozenset[int]:
+    """The replayed iterations that one rank compared with enough of what was recorded.
 
-
-def from_values(values: Json) -> ComparedIterations:
-    """What `to_values` gave."""
-    rows = cast("list[tuple[Any, ...]]", values)
-    return {iteration: frozenset(map(Compared, kinds)) for iteration, *kinds in rows}
-
-
-def _unverified(
-    segment: ReplaySegment, topology: Topology, compared: Sequence[ComparedIterations]
-) -> Iterator[Unverified]:
+    Args:
+        segment: The stages that replayed with it.
+        compared: What each replayed iteration was compared by.
+        topology: Of the job.
+    """
     alone = len(segment.stages) < topology.pp
     # Of a stage with several chunks that replays alone, the loss tells of the last chunk only.
     enough = {Compared.SENT} if alone and topology.vpp > 1 else set(Compared)
+    return frozenset(iteration for iteration, kinds in compared.items() if kinds & enough)
+
+
+def _unverified(
+    segment: ReplaySegment, topology: Topology, compared: Mapping[int, frozenset[int]]
+) -> Iterator[Unverified]:
     for group in _neighbouring(segment.stages, topology):
-        missing = [
-            iteration
-            for iteration in segment.replayed
-            if not any(
-                all(compared[rank].get(iteration, frozenset()) & enough for rank in topology.stage_ranks(stage))
-                for stage in group
-            )
-        ]
-        if missing:
+        known = frozenset[int]().union(*(compared[stage] for stage in group))
+        if missing := [iteration for iteration in segment.replayed if iteration not in known]:
             yield Unverified(group, tuple(missing))
 
 

@@ -1,25 +1,26 @@
-"""What every rank finds in its memory and in persistent storage, gathered, so that all ranks plan from the same facts.
+"""What every rank finds in its memory and in persistent storage, and what of it each rank has to know.
 
 1. Each rank lists its own stores: `listing` opens each manifest, none of the records, and gives a row for every
    snapshot, also for those that cannot be used, with the reason.
-2. All ranks gather their rows; `catalogue` makes the same `Catalogue` of them everywhere.
+2. All ranks together learn what they need to judge these rows (`findings.Overview`). Then each row goes to the rank
+   whose state it is of, and of a boundary log also to the ranks that it may feed: one rank got a `Catalogue`.
 3. It has copies of several attempts of the job, which may differ in the same iteration: `within` leaves those that led
    to one state. `inventory` is what the planner sees of these, without what proved damaged meanwhile, and without
    snapshots from which a replay diverged before.
 4. For a plan, it says who serves it: `sources_for` operators, `trainer_sources` for the random states of a replayed
-   iteration, `journal_sources` and `strategy_sources` for what all need and one rank reads.
+   iteration, `of_kind` for logs and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..errors import UnreadableCheckpoint
-from ..policy.lineage import Lineage, belongs, largest_number, newest_first, past
+from ..policy.lineage import Lineage, belongs, past
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import (
     GRADIENTS,
@@ -37,7 +38,6 @@ from ..types import (
     Tier,
     received_key,
 )
-from .exactness import Divergence, without_repetitions
 
 
 class OperatorPart(NamedTuple):
@@ -78,17 +78,6 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
     has_journal: bool = False
     has_strategy: bool = False
     has_fingerprints: bool = False
-
-
-class RankInventory(msgspec.Struct):
-    """All that one rank tells the others: the name of its node, which operators it owns, what it found, replays that
-    diverged before, and the largest number of an attempt of which it found anything."""
-
-    node: str
-    operators: tuple[tuple[int, int, int], ...]
-    rows: tuple[InventoryRow, ...]
-    diverged: tuple[Divergence, ...] = ()
-    attempt: int = 0
 
 
 class _Scalars(msgspec.Struct):
@@ -139,29 +128,6 @@ def listing(
     return rows
 
 
-def rank_inventory(
-    node: str,
-    operators: Iterable[OperatorId],
-    rows: Iterable[InventoryRow],
-    diverged: Iterable[Divergence] = (),
-    older: Iterable[Lineage] = (),
-) -> Json:
-    """A `RankInventory` as JSON values.
-
-    Args:
-        node: On which the rank runs.
-        operators: Of which it owns a part.
-        rows: What it found.
-        diverged: Replays that diverged before, as it has noted them.
-        older: Timelines of which the rows do not tell.
-    """
-    rows = tuple(rows)
-    attempt = largest_number((*(row.timeline for row in rows), *older))
-    ids = tuple((operator.layer, operator.kind.value, operator.expert) for operator in sorted(operators))
-    values: Json = msgspec.to_builtins(RankInventory(node, ids, rows, tuple(diverged), attempt))
-    return values
-
-
 def _mismatch(facts: Facts, accepts: Mapping[str, Json], job: str, strategy: str) -> str:
     """Why this job cannot go on from such a snapshot; empty if it can."""
     if dict(facts.topology) != dict(accepts):
@@ -200,25 +166,16 @@ CopyLocation = tuple[int, SnapshotId, Tier]
 """Who found a snapshot (a rank), which one, and in which tier: OWN_MEMORY of the finder, or PERSISTENT."""
 
 
-class SnapshotEntry(InventoryRow, frozen=True, kw_only=True):
-    """One stored snapshot as `finder` sees it.
+class JudgedRow(InventoryRow, frozen=True, kw_only=True):
+    """A row of which is known whether it is used.
 
     Attributes:
-        finder: The rank.
-        plan: The parts that it holds of its owner's operators.
         is_intact: Whether nothing but a replay that diverged, and began with it, speaks against it; `why` says so then.
         is_strange: Whether nothing but its job does.
     """
 
-    finder: int
-    plan: SnapshotPlan
     is_intact: bool = False
     is_strange: bool = False
-
-    @property
-    def place(self) -> CopyLocation:
-        """What tells it apart from all others."""
-        return self.finder, self.snapshot, self.tier
 
     @property
     def is_state(self) -> bool:
@@ -231,72 +188,46 @@ class SnapshotEntry(InventoryRow, frozen=True, kw_only=True):
         first, last = self.window or (self.snapshot.iteration, self.snapshot.iteration)
         return range(first, last + 1)
 
+    def may_be_of(self, timeline: Lineage) -> bool:
+        """Whether it lies in the past of a timeline, or cannot be used in any."""
+        return bool(self.why) or is_past(self.timeline, self.snapshot.iteration, timeline)
+
+
+class SnapshotEntry(JudgedRow, frozen=True, kw_only=True):
+    """One stored snapshot as `finder` sees it.
+
+    Attributes:
+        finder: The rank.
+        plan: The parts that it holds of its owner's operators.
+    """
+
+    finder: int
+    plan: SnapshotPlan
+
+    @property
+    def place(self) -> CopyLocation:
+        """What tells it apart from all others."""
+        return self.finder, self.snapshot, self.tier
+
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All that was found by all ranks; `nodes[rank]` is the node of each rank, `required[rank]` its operators.
+    """What was found of the state of some ranks, in the order of its finders, and logs that may feed them.
 
-    diverged: replays that came out otherwise in earlier attempts; snapshots that they began with are not used again.
-    attempt: the largest number of an attempt of which anybody found anything, of use or not.
+    `required[rank]` are the operators of each of these ranks, `nodes[rank]` is the node of any rank.
     """
 
     found: tuple[SnapshotEntry, ...] = field(repr=False)
     required: Mapping[int, frozenset[OperatorId]] = field(repr=False)
     nodes: tuple[int, ...]
-    diverged: tuple[Divergence, ...] = field(default=(), repr=False)
-    attempt: int = 0
-
-    @property
-    def newest_iteration(self) -> int:
-        """The newest iteration of which anything was found, torn or not; -1 if nothing was."""
-        return max((found.snapshot.iteration for found in self.found), default=-1)
-
-    @property
-    def timelines(self) -> list[Lineage]:
-        """The timelines of all intact finds, the newest first."""
-        return newest_first((found.timeline, found.snapshot.iteration) for found in self.found if not found.why)
 
     def within(self, timeline: Lineage) -> Catalogue:
         """Only what lies in the past of `timeline`; what is torn or cannot be used stays, with its reason."""
-        return self._where(lambda found: bool(found.why) or is_past(found.timeline, found.snapshot.iteration, timeline))
-
-    def without_strangers(self, job: str, takes_over: Callable[[str], bool]) -> Catalogue:
-        """The same, where what other jobs stored is of no use, unless this one has come from there or asks for it.
-
-        Args:
-            job: Id of this job.
-            takes_over: Whether it asks for a job of this id.
-        """
-        own = {found.timeline for found in self.found if not found.why and found.job == job}
-
-        def judged(found: SnapshotEntry) -> SnapshotEntry:
-            if found.why or found.job == job or takes_over(found.job):
-                return found
-            if any(is_past(found.timeline, found.snapshot.iteration, timeline) for timeline in own):
-                return found
-            why = f"it belongs to job {found.job}"
-            return msgspec.structs.replace(found, why=why, is_intact=False, is_strange=True)
-
-        return replace(self, found=tuple(map(judged, self.found)))
-
-    @property
-    def newest_stranger(self) -> SnapshotEntry | None:
-        """The newest state that another job stored, and that is not used for that reason alone."""
-        strange = (found for found in self.found if found.is_strange and found.is_state)
-        return max(strange, key=lambda found: found.snapshot.iteration, default=None)
+        return self._where(lambda found: found.may_be_of(timeline))
 
     def without(self, damaged: Collection[CopyLocation]) -> Catalogue:
         """The same without what proved unreadable."""
         return self._where(lambda found: found.place not in damaged)
-
-    def diverged_alone(self, target: int, timeline: Lineage) -> Divergence | None:
-        """A replay of single stages that was to lead to a certain state, and diverged; None where there is none.
-
-        Args:
-            target: The iteration of the state.
-            timeline: That led to it.
-        """
-        return next((one for one in self.diverged if one.alone and one.is_of(target, timeline)), None)
 
     def without_standby(self) -> Catalogue:
         """Only what is there under any strategy: with it all stages roll back together."""
@@ -320,8 +251,7 @@ class Catalogue:
             self.required,
             {rank: tuple(held) for rank, held in copies.items()},
             self._logs(usable),
-            self._journal(usable),
-            frozenset(rolling),
+            can_roll_forward=frozenset(rolling),
         )
 
     def sources_for(self, copy: Copy, operators: Collection[OperatorId]) -> list[SnapshotEntry]:
@@ -352,21 +282,6 @@ class Catalogue:
         usable = (found for found in own if found.has_journal and found.is_state)
         return sorted(usable, key=lambda found: (self._tier(found), found.finder != rank, found.place))
 
-    def journal_sources(self, iteration: int, first: Collection[int] = ()) -> list[SnapshotEntry]:
-        """Snapshots that say how an iteration came out.
-
-        Args:
-            iteration: The iteration.
-            first: Ranks whose snapshots say more of it than others, and come first.
-        """
-        usable = (found for found in self._intact(iteration) if found.has_journal)
-        return sorted(usable, key=lambda found: (found.snapshot.rank not in first, found.snapshot.rank, found.place))
-
-    def strategy_sources(self, iteration: int) -> list[SnapshotEntry]:
-        """Snapshots that have the state of the strategy after an iteration, that of the lowest rank first."""
-        usable = (found for found in self._intact(iteration) if found.has_strategy)
-        return sorted(usable, key=lambda found: (found.snapshot.rank, found.place))
-
     def of_kind(self, kind: str, owner: int, iteration: int, reader: int) -> list[SnapshotEntry]:
         """The intact finds of one snapshot.
 
@@ -390,19 +305,6 @@ class Catalogue:
 
     def _where(self, condition: Callable[[SnapshotEntry], bool]) -> Catalogue:
         return replace(self, found=tuple(filter(condition, self.found)))
-
-    def _journal(self, usable: Iterable[SnapshotEntry]) -> frozenset[int]:
-        """Iterations of which every rank has a snapshot with a journal, or of which anybody kept one for all.
-
-        A log has how the step came out, and trainer state that is the same on all ranks; random states come out of
-        the replay itself.
-        """
-        ranks: dict[int, set[int]] = {}
-        for found in usable:
-            if found.has_journal:
-                known = self.required if found.snapshot.kind in (LOG, PARKED) else (found.snapshot.rank,)
-                ranks.setdefault(found.snapshot.iteration, set()).update(known)
-        return frozenset(iteration for iteration, known in ranks.items() if known >= self.required.keys())
 
     def _logs(self, usable: Iterable[SnapshotEntry]) -> dict[int, tuple[BoundaryLog, ...]]:
         """By sender what was logged without a gap, each run once for each direction."""
@@ -441,41 +343,80 @@ def is_past(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
     return belongs(past(snapshot, iteration), iteration, timeline)
 
 
-def catalogue(gathered: Sequence[Json]) -> Catalogue:
-    """From the `rank_inventory` of all ranks. Equal sets of operators, and equal plans, become one object each: the
-    planner takes time for each different one."""
-    ranks = msgspec.convert(gathered, list[RankInventory])
-    nodes = sorted({inventory.node for inventory in ranks})
-    diverged = without_repetitions(note for inventory in ranks for note in inventory.diverged)
+class _Sent(msgspec.Struct, array_like=True):
+    """A `JudgedRow` for another rank, its timeline as a number; without what only its finder needs."""
+
+    iteration: int
+    rank: int
+    kind: str
+    tier: Tier
+    why: str
+    torn: bool
+    operators: tuple[OperatorPart, ...]
+    led: int
+    window: tuple[int, int] | None
+    has_journal: bool
+    has_strategy: bool
+    has_fingerprints: bool
+    is_intact: bool
+    is_strange: bool
+
+
+class SentRows(msgspec.Struct, array_like=True):
+    """Rows for another rank, and the timelines that led to them."""
+
+    timelines: list[Lineage]
+    rows: list[_Sent]
+
+    @classmethod
+    def of(cls, rows: Iterable[JudgedRow]) -> SentRows:
+        """From the rows."""
+        numbers: dict[Lineage, int] = {}
+        sent = [
+            _Sent(
+                row.snapshot.iteration, row.snapshot.rank, row.snapshot.kind, row.tier, row.why, row.torn,
+                row.operators, numbers.setdefault(row.timeline, len(numbers)), row.window, row.has_journal,
+                row.has_strategy, row.has_fingerprints, row.is_intact, row.is_strange,
+            )
+            for row in rows
+        ]  # fmt: skip
+        return cls(list(numbers), sent)
+
+    @property
+    def judged(self) -> Iterator[JudgedRow]:
+        """The rows as the finder has them."""
+        for row in self.rows:
+            yield JudgedRow(
+                SnapshotId(row.iteration, row.rank, row.kind), row.tier, row.why, row.torn, "", row.operators,
+                self.timelines[row.led], "", row.window, row.has_journal, row.has_strategy, row.has_fingerprints,
+                is_intact=row.is_intact, is_strange=row.is_strange,
+            )  # fmt: skip
+
+
+def catalogue(
+    came: Iterable[tuple[int, SentRows]], required: Mapping[int, frozenset[OperatorId]], nodes: tuple[int, ...]
+) -> Catalogue:
+    """From the rows that came from each finder. Equal plans become one object: equal copies are looked at once.
+
+    Args:
+        came: Finders, ascending, and what they sent.
+        required: The operators of the ranks whose state it is about.
+        nodes: Of all ranks.
+    """
     plans: dict[tuple[int, tuple[OperatorPart, ...]], SnapshotPlan] = {}
-    sets: dict[tuple[tuple[int, int, int], ...], frozenset[OperatorId]] = {}
-    required, found = {}, []
-    for rank, inventory in enumerate(ranks):
-        required[rank] = sets.setdefault(inventory.operators, frozenset(map(_operator, inventory.operators)))
-        for row in inventory.rows:
+    found = []
+    for finder, sent in came:
+        for row in sent.judged:
             key = row.snapshot.iteration, row.operators
             if key not in plans:
-                parts: dict[OperatorId, Part] = {_operator(held[:3]): Part(held.part) for held in row.operators}
+                parts: dict[OperatorId, Part] = {operator_of(held[:3]): Part(held.part) for held in row.operators}
                 plans[key] = SnapshotPlan(row.snapshot.iteration, parts)
-            why = row.why or _diverged(row, diverged)
-            values = msgspec.structs.asdict(row) | {"why": why, "is_intact": not row.why}
-            found.append(SnapshotEntry(**values, finder=rank, plan=plans[key]))
-    where = tuple(nodes.index(inventory.node) for inventory in ranks)
-    # Of what a replay was made from nothing may be left, or training has come past it: then it need not be told again.
-    states = [one for one in found if one.is_intact and one.is_state]
-    relevant = (note for note in diverged if any(note.used(one.snapshot.iteration, one.timeline) for one in states))
-    return Catalogue(tuple(found), required, where, tuple(relevant), max(inventory.attempt for inventory in ranks))
+            found.append(SnapshotEntry(**msgspec.structs.asdict(row), finder=finder, plan=plans[key]))
+    return Catalogue(tuple(found), required, nodes)
 
 
-def _diverged(row: InventoryRow, notes: Iterable[Divergence]) -> str:
-    """Why a snapshot is not used where a replay of all stages that was made from it came out otherwise."""
-    if row.snapshot.kind in STANDBY:
-        return ""
-    joint = (note for note in notes if not note.alone and note.used(row.snapshot.iteration, row.timeline))
-    return next((str(note) for note in joint), "")
-
-
-def _operator(fields: tuple[int, int, int]) -> OperatorId:
+def operator_of(fields: tuple[int, int, int]) -> OperatorId:
+    """The operator of these numbers."""
     layer, kind, expert = fields
     return OperatorId(layer, OperatorKind(kind), expert)
 

@@ -5,24 +5,42 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import filterfalse
-from operator import itemgetter
+from operator import or_
 
 import msgspec
 
 from ..errors import UnreadableCheckpoint, UsageError
+from ..policy.availability import OperatorOrder
 from ..policy.lineage import Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
-from ..replication.agreement import raise_on_all_ranks
+from ..replication.collectives import exchanged, merged
 from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
-from ..strategies import Piece
-from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier
+from ..strategies import Job, Piece
+from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier, Topology
+from .common import shared_pieces
 from .exactness import Divergence
-from .inventory import Catalogue, InventoryRow, SnapshotEntry, catalogue, is_past, listing, rank_inventory
+from .findings import Judge, Overview, overview
+from .inventory import Catalogue, InventoryRow, JudgedRow, SentRows, catalogue, is_past, listing
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one rank knows of what all have found.
+
+    Attributes:
+        judge: Says what may be used.
+        own: What this rank itself found.
+        catalogue: What all found of its own state.
+    """
+
+    judge: Judge
+    own: tuple[JudgedRow, ...]
+    catalogue: Catalogue
 
 
 class LocalInventory:
@@ -53,60 +71,57 @@ class LocalInventory:
         self._is_spared, self._older = is_spared, older
         self._identity, self._standby = identity, standby
 
-    def gather(self, node: int, notes: Iterable[Divergence] = ()) -> Catalogue:
-        """What all ranks find; a collective.
+    def gather(self, job: Job, notes: Iterable[Divergence] = ()) -> Findings:
+        """What all ranks find, as far as this one has to know it; a collective.
 
         Args:
-            node: On which this rank runs.
+            job: Of all ranks.
             notes: Replays that diverged before.
 
         Raises:
             StoreFailure: On all ranks when one cannot list what it has. A store that cannot be read now is not an empty
                 one: going on as if it were would give up what lies in it.
         """
-        rows = raise_on_all_ranks(self._transport, self._all_rows, (StoreFailure,))
-        own = rank_inventory(str(node), self._identity.operators, rows, notes, self._older())
-        return catalogue(self._transport.gather(own))
+        rank, topology = self._transport.rank, job.topology
+        rows, problem = list[InventoryRow](), None
+        try:
+            rows = self._all_rows()
+        except StoreFailure as error:
+            problem = rank, str(error)
+        seen = msgspec.structs.replace(overview(rows, notes, self._older()), problem=problem)
+        judge = Judge(merged(self._transport, seen, Overview, or_), self._identity.job, job.config.takes_over)
+        if (failed := judge.overview.problem) is not None:
+            raise StoreFailure(f"rank {failed[0]}: {failed[1]}")
+        own = tuple(map(judge.judged, rows))
+        sent = {to: SentRows.of(held) for to, held in _addressed(own, topology).items()}
+        nodes = topology.nodes or tuple(map(topology.node, range(topology.world_size)))
+        required = {rank: frozenset(self._identity.operators)}
+        return Findings(judge, own, catalogue(exchanged(self._transport, sent, SentRows), required, nodes))
 
-    def common(self, tier: Tier, timeline: Lineage, newest: int) -> tuple[Piece, ...]:
-        """The pieces of which every rank that owns a part has it; a collective.
+    def common(self, timeline: Lineage, newest: int, order: OperatorOrder) -> dict[Tier, tuple[Piece, ...]]:
+        """By tier, the pieces of which every rank that owns a part has it; a collective.
 
         Of a window, all of its pieces or none: a part of one restores nothing.
 
         Args:
-            tier: In which they lie.
             timeline: In whose past they lie.
             newest: The last iteration that counts.
+            order: The numbers of all operators.
 
         Returns:
-            The pieces; none if any rank cannot tell.
+            The pieces in memory and in storage; none of a tier of which any rank cannot tell.
         """
-        store = self._memory if tier is Tier.OWN_MEMORY else self._persistent
-        if store is None:
-            return ()
-        own: Json = None
-        try:
-            own = rank_inventory("", self._identity.operators, (row for row in self._rows(store, tier) if not row.why))
-        except StoreFailure as error:
-            log.error("rank %d: %s", self._transport.rank, error)
-        gathered = self._transport.gather(own)
-        if None in gathered:
-            return ()
-        shares: dict[tuple[int, str, str], list[SnapshotEntry]] = {}
-        listed = catalogue(gathered).within(timeline)
-        for found in listed.found:
-            if found.snapshot.iteration <= newest:
-                shares.setdefault((found.snapshot.iteration, found.snapshot.kind, found.digest), []).append(found)
-        pieces = []
-        for (iteration, kind, digest), share in sorted(shares.items(), key=itemgetter(0)):
-            plan = SnapshotPlan(iteration, {op: part for found in share for op, part in found.plan.parts.items()})
-            holders = {found.snapshot.rank for found in share}
-            owners = {rank for rank, owned in listed.required.items() if not owned.isdisjoint(plan.parts)}
-            # Owners are known once all operators of the piece are. All ranks have the piece with the trainer's state.
-            is_owned = plan.digest() == digest and not any(found.has_strategy for found in share)
-            if len(share) == len(gathered) or (is_owned and holders >= owners):
-                pieces.append(Piece(kind, plan, share[-1].span))
-        return tuple(whole_windows(pieces))
+        found, failed = list[InventoryRow](), set[Tier]()
+        for tier, store in ((Tier.OWN_MEMORY, self._memory), (Tier.PERSISTENT, self._persistent)):
+            try:
+                found += self._rows(store, tier) if store is not None else ()
+            except StoreFailure as error:
+                log.error("rank %d: %s", self._transport.rank, error)
+                failed.add(tier)
+        rows = [row for row in found if not row.why and row.snapshot.iteration <= newest]
+        rows = [row for row in rows if is_past(row.timeline, row.snapshot.iteration, timeline)]
+        pieces = shared_pieces(self._transport, rows, failed, self._identity.operators, order)
+        return {tier: tuple(whole_windows(pieces.get(tier, ()))) for tier in (Tier.OWN_MEMORY, Tier.PERSISTENT)}
 
     def _all_rows(self) -> list[InventoryRow]:
         """All of this rank's memory, whoever owns it, and what it owns in storage. Raises StoreFailure."""
@@ -231,6 +246,22 @@ class LocalInventory:
             yield
         except (StoreFailure, UnreadableCheckpoint, UsageError) as error:
             log.error("rank %d: %s: %s", self._transport.rank, what, error)
+
+
+def _addressed(rows: Iterable[JudgedRow], topology: Topology) -> dict[int, list[JudgedRow]]:
+    """For each rank the rows of its own state, and of logs that may feed it: of ranks in the stages beside its own."""
+    sent: dict[int, list[JudgedRow]] = {}
+    for row in rows:
+        owner, ranks = row.snapshot.rank, topology.ranks_per_stage
+        readers = {owner}
+        if row.snapshot.kind == LOG:
+            beside = {owner - ranks, owner + ranks}
+            # With virtual stages the last stage is beside the first one.
+            readers |= {one % topology.world_size for one in beside} if topology.vpp > 1 else beside
+        for to in readers:
+            if 0 <= to < topology.world_size:
+                sent.setdefault(to, []).append(row)
+    return sent
 
 
 def _land(reader: HostBuffer, store: MappedStore) -> None:

@@ -2,10 +2,11 @@
 
 All ranks run the same steps, each a collective, so that all decide the same from the same facts:
 
-1. `look`: each rank lists its slot of the node's memory, its standby store, and its share of storage; all gather these
-   rows, and each makes the same plan of them (`strategy.recover`, pure). Attempts of the job left copies of different
-   pasts ("timelines"); the newest past that suffices is taken, and copies of two are never mixed.
-2. `carry_out`: some rank reads what only it knows and all gather it (`gather_metadata`); snapshots that others need
+1. `look`: each rank lists its slot of the node's memory, its standby store, and its share of storage. Rows go to the
+   ranks whose state they are of; what these can rebuild becomes one digest for all, and each makes the same plan of it
+   (`strategy.recover`, pure), and knows of it what itself takes from where. Attempts of the job left copies of
+   different pasts ("timelines"); the newest past that suffices is taken, and copies of two are never mixed.
+2. `carry_out`: some rank reads what only it knows and tells all (`gather_metadata`); snapshots that others need
    travel to them, verified by checksum (`restoring.SnapshotFetcher`); the live state is filled with NaN, then restored.
 3. A copy may prove damaged on any rank. All gather what they refused, and plan again without it, up to the end of what
    was found. If nothing new was refused the same plan would come again: then a local recovery is given up for a global
@@ -26,23 +27,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from operator import or_
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
+from ..policy.availability import Survey
 from ..policy.lineage import Lineage, past
-from ..policy.recovery import widened
 from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_all
 from ..policy.tracking import RestoredState
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
 from ..replay.execution import SubsetGather
+from ..replication.collectives import merged
 from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
-from ..types import CONSTANT, GRADIENTS, PARKED, Lost, RecoveryPlan, StepJournal, Tier
-from .exactness import ComparedIterations, Divergence, exactness, from_values, to_values
+from ..types import CONSTANT, GRADIENTS, PARKED, STANDBY, Lost, RecoveryPlan, StepJournal, Tier
+from .ended import EndedRecovery
+from .exactness import ComparedIterations, Divergence, compared_in, exactness
+from .findings import Digest, Judge, Overview, digest
 from .inventory import Catalogue, CopyLocation
 from .kept_state import KeptReplay
-from .local_inventory import LocalInventory, by_window
+from .local_inventory import Findings, LocalInventory, by_window
 from .restoring import RecoveryPorts, RestoreTask, absent
 from .sources import (
     GatheredMetadata,
@@ -118,7 +124,9 @@ class Recovery:
             is_spared=ports.is_spared,
             older=ports.older,
         )
-        self._catalogue = Catalogue((), {}, ())
+        self._found = Findings(Judge(Overview(), identity.job, job.config.takes_over), (), Catalogue((), {}, ()))
+        self._digest: Digest | None = None
+        self._unusable = ""
         self._timeline: Lineage = ()
         self._plan: RecoveryPlan | None = None
         self._is_local = job.config.recovery != "global" and ports.standby is not None
@@ -140,12 +148,11 @@ class Recovery:
         """
         allowed = self._job.config.replay_tolerance
         notes = [note for note in self._ports.notes.read() if allowed <= note.tolerance]
-        found = self._local.gather(self._job.topology.node(self._rank), notes)
-        self._catalogue = found.without_strangers(self._identity.job, self._job.config.takes_over)
+        self._found = self._local.gather(self._job, notes)
         self._ports.timestamps.mark(Milestone.INVENTORY)
-        for note in self._catalogue.diverged if self._rank == 0 else ():
+        for note in self.diverged if self._rank == 0 else ():
             log.warning("%s; falling back to another state", note)
-        self._plan = self._planned() if self._catalogue.found else None
+        self._plan = self._planned() if self.newest_iteration >= 0 else None
         return self._plan
 
     @property
@@ -163,35 +170,32 @@ class Recovery:
         """Whether the plan goes on from a state that this job itself left, and not from one of another job."""
         if self._plan is None:
             return False
-        intact = [found for found in self._catalogue.within(self._timeline).found if not found.why]
-        return any(found.job == self._identity.job for found in intact if found.snapshot.iteration == self._plan.target)
+        return self._found.judge.is_own(self._plan.target, self._timeline)
 
     @property
     def unusable(self) -> str:
-        """Why sealed snapshots in storage cannot be used by this job; empty if there are none."""
-        stored = (found for found in self._catalogue.found if found.tier is Tier.PERSISTENT and not found.is_intact)
-        return next((f"{found.snapshot}: {found.why}" for found in stored if found.why and not found.torn), "")
+        """Where nothing can be planned, why sealed snapshots in storage cannot be used by this job; else empty."""
+        return self._unusable
 
     @property
     def of_others(self) -> tuple[int, str]:
         """The newest iteration that another job stored, and that was not asked for, and that job; else -1."""
-        found = self._catalogue.newest_stranger
-        return (found.snapshot.iteration, found.job) if found is not None else (-1, "")
+        return self._found.judge.newest_stranger
 
     @property
     def diverged(self) -> tuple[Divergence, ...]:
         """Replays of earlier attempts that came out otherwise."""
-        return self._catalogue.diverged
+        return self._found.judge.diverged
 
     @property
     def newest_iteration(self) -> int:
         """The newest iteration of which anything was found; -1 if nothing was."""
-        return self._catalogue.newest_iteration
+        return self._found.judge.overview.newest
 
     @property
     def next_attempt(self) -> int:
         """A number larger than that of any attempt that left something here."""
-        return 1 + self._catalogue.attempt
+        return 1 + self._found.judge.overview.attempt
 
     def note_divergence(self, iteration: int, why: str) -> None:
         """Note a replay that came out otherwise: the next start of the job takes another way. All that is stored stays.
@@ -263,36 +267,36 @@ class Recovery:
         plan, ports, local = self._plan, self._ports, self._local
         assert plan is not None
         # Making weights whole is a collective: those that replay come to it later.
-        compared = self._await_all(plan, replay.compared if replay is not None else {})
+        ended = self._await_all(plan, replay.compared if replay is not None else {})
         ports.restorer.complete()
-        ports.transport.gather(None)  # nobody frees a copy that another rank still restores from
+        ports.transport.least([0])  # nobody frees a copy that another rank still restores from
         self.close()
         ports.restored(plan.target)
         ports.make_room()
         rebuilt = frozenset(iteration for segment in plan.segments for iteration in restored(segment))
-        used = {source.iteration for source in plan.sources} | rebuilt
+        used = {source.iteration for source in plan.taken} | rebuilt
         parked = [reader for reader in self._late if reader.manifest.snapshot.kind == PARKED]
         local.move_in([reader for reader in self._late if reader not in parked], used)
         self._late = []
-        kept = local.common(Tier.OWN_MEMORY, self._timeline, plan.target)
-        persisted = local.common(Tier.PERSISTENT, self._timeline, plan.target)
+        common = local.common(self._timeline, plan.target, self._job.order)
+        kept, persisted = common[Tier.OWN_MEMORY], common[Tier.PERSISTENT]
         names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
         if not rebuilt <= {iteration for iteration, _ in names}:
             # Some rank has it in storage only: then no rank gives up its own copy yet.
-            spare = frozenset(
-                (found.snapshot.iteration, found.snapshot.kind)
-                for found in self._catalogue.within(self._timeline).found
-                if found.snapshot.iteration in used and found.is_state and found.tier is not Tier.PERSISTENT
-            )
+            spare = frozenset(one for one in ended.memory if one[0] in used)
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, _oldest(names | spare, plan.target), parked)
         state = RestoredState(plan.target, kept, by_window(persisted), spare - names)
-        return RecoveryOutcome(plan, self.timeline, state, self._table(plan, compared))
+        return RecoveryOutcome(plan, self.timeline, state, self._table(plan, ended))
 
-    def _await_all(self, plan: RecoveryPlan, compared: ComparedIterations) -> list[ComparedIterations]:
-        """Wait for all ranks; what each of them compared in its replay."""
+    def _await_all(self, plan: RecoveryPlan, compared: ComparedIterations) -> EndedRecovery:
+        """Wait for all ranks; what they compared in their replays, and found, together."""
+        topology, segment = self._job.topology, segment_of(plan, self._rank, self._job.topology)
+        verified = compared_in(segment, compared, topology) if segment is not None else frozenset[int]()
+        stage = topology.stage(self._rank)
+        ended = EndedRecovery.of(self._rank, stage, verified, self._found.own, self._timeline)
         try:
-            return list(map(from_values, self._ports.transport.gather(to_values(compared))))
+            return merged(self._ports.transport, ended, EndedRecovery, or_)
         except PeerLost as error:
             late = self._replaying(plan) | set(plan.roll_forward)
             who = f"ranks {sorted(late)}, which come there on their own," if late else "all ranks"
@@ -310,34 +314,55 @@ class Recovery:
     def _planned(self) -> RecoveryPlan | None:
         """The plan for the newest timeline that anything can be made of; copies of different ones never mix."""
         problem: RecoveryImpossible | None = None
-        for timeline in self._catalogue.timelines:
-            inventory = self._usable(timeline).inventory(self._damaged)
+        for timeline in self._found.judge.timelines:
+            usable = self._usable(timeline)
             try:
-                plan = self._strategy.recover(inventory, Lost(), self._job.topology)
+                plan = self._strategy.recover(
+                    usable.inventory(self._damaged),
+                    Lost(),
+                    self._job.topology,
+                    partial(self._everywhere, timeline, usable),
+                )
             except RecoveryImpossible as error:
                 problem = problem or error
                 continue
-            if self._is_local and (note := self._catalogue.diverged_alone(plan.target, timeline)):
+            if self._is_local and (note := self._found.judge.diverged_alone(plan.target, timeline)):
                 # The same stages would diverge again: all stages together are compared by the loss of each iteration.
                 self._is_local, self._wider = False, str(note)
                 return self._planned()
             self._timeline = timeline
             if self._is_local:
-                self._wider = widened(plan, inventory, self._job.topology, tied=self._job.tied_embeddings)
+                self._wider = plan.wider
                 self._log_scope(plan)
             self._ports.timestamps.mark(Milestone.PLANNED)
             return plan
-        for found in self._catalogue.found if self._rank == 0 else ():
-            log.info("found: %s on rank %d (%s) %s", found.snapshot, found.finder, found.tier.name.lower(), found.why)
+        unusable = ""
+        for row in self._found.own:
+            log.info("found: %s on rank %d (%s) %s", row.snapshot, self._rank, row.tier.name.lower(), row.why)
+            if row.tier is Tier.PERSISTENT and row.why and not (row.torn or row.is_intact):
+                unusable = unusable or f"{row.snapshot}: {row.why}"
+        self._unusable = merged(self._ports.transport, unusable, str, lambda one, other: one or other)
         log.warning(
             "no recoverable state in memory or storage: %s",
             problem or "no copy is intact, or of this job and layout",
         )
         return None
 
+    def _everywhere(self, timeline: Lineage, usable: Catalogue, survey: Survey) -> Survey:
+        """From what this rank can rebuild to what all ranks can; a collective."""
+        topology, rank = self._job.topology, self._rank
+        finds = (row for row in self._found.own if row.may_be_of(timeline))
+        if not self._is_local:
+            finds = (row for row in finds if row.snapshot.kind not in STANDBY)
+        # Only the last stage knows the loss, by which its replay is checked.
+        last = topology.stage_ranks(topology.pp - 1)
+        own = digest(rank, survey, usable, finds, self._damaged, last)
+        self._digest = merged(self._ports.transport, own, Digest, or_)
+        return self._digest.survey
+
     def _usable(self, timeline: Lineage) -> Catalogue:
         """What may be used, if training goes on in this timeline."""
-        found = self._catalogue.within(timeline)
+        found = self._found.catalogue.within(timeline)
         return found if self._is_local else found.without_standby()
 
     def _log_scope(self, plan: RecoveryPlan) -> None:
@@ -349,13 +374,14 @@ class Recovery:
     def _restored(self, plan: RecoveryPlan) -> Replay | Waiting | None:
         """Fetch and restore; returns what is still to be done then. Raises RefusedCopies."""
         topology, usable = self._job.topology, self._usable(self._timeline)
-        intact = usable.without(self._damaged)
-        metadata = self._metadata = gather_metadata(plan, intact, topology, self._ports.transport, self._ports.open)
+        intact, ports, shared = usable.without(self._damaged), self._ports, self._digest
+        assert shared is not None
+        plan, metadata = gather_metadata(plan, shared, self._job.order, ports.transport, ports.open)
+        self._metadata = metadata
         sources = needs(plan, usable.inventory(self._damaged), intact)
-        states = with_trainer_states(sources, plan, intact, topology)
-        needed = (*states, *logs_and_gradients(plan, intact, topology))
-        resumed = self._interrupted(plan)
-        attempt = self._attempt = RestoreTask(self._ports, plan, needed, topology, resumed)
+        states = with_trainer_states(sources, plan, intact, topology, shared.logged)
+        phases = states, logs_and_gradients(plan, intact, topology)
+        attempt = self._attempt = RestoreTask(ports, plan, phases, topology, self._interrupted(plan))
         attempt.restore()
         self._late = attempt.late
         self._plan = self._resumed(plan, attempt, metadata)
@@ -402,7 +428,7 @@ class Recovery:
             lacking = lacking or f"no snapshot of iteration {plan.target} has the state of the strategy"
         if metadata.strategy_from is None or lacking:
             raise RefusedCopies({absent(plan.target, self._rank): lacking})
-        newest = max(plan.target, self._catalogue.newest_iteration)
+        newest = max(plan.target, self.newest_iteration)
         try:
             return self._strategy.resumed(plan, metadata.strategy, newest)
         except (MoECheckpointError, KeyError, TypeError, ValueError) as error:
@@ -418,11 +444,15 @@ class Recovery:
         """
         topology, segment = self._job.topology, segment_of(plan, self._rank, self._job.topology)
         if segment is not None and segment.replayed:
-            intact = self._usable(self._timeline).without(self._damaged)
-            sent = [iteration for iteration in segment.replayed if sends_all(segment, iteration, topology)]
-            unlogged = {rank: frozenset(sent) - intact.logged(rank) for rank in ranks_of(segment, topology)}
-            comparable = comparable_iterations(segment, intact, topology)
-            return attempt.replay(segment, self._job, intact.required, unlogged, comparable, metadata)
+            shared, order = self._digest, self._job.order
+            assert shared is not None
+            stages = [shared.stages[stage] for stage in segment.stages]
+            sent = frozenset(at for at in segment.replayed if sends_all(segment, at, topology))
+            own = self._usable(self._timeline).without(self._damaged).logged(self._rank)
+            unlogged = sent - own, sent - sent.intersection(*(stage.own_logs for stage in stages))
+            operators = order.named(reduce(or_, (stage.state.required for stage in stages)))
+            comparable = comparable_iterations(segment, shared)
+            return attempt.replay(segment, self._job, operators, unlogged, comparable, metadata)
         if self._rank in plan.roll_forward:
             step, gradients = metadata.outcomes.get(plan.target), attempt.gradients
             if step is None or gradients is None:
@@ -443,28 +473,20 @@ class Recovery:
             scalars: dict[str, Json] = {"journal": step.journal.to_data(), "trainer": dict(step.trainer)}
             self._local.journal_log(plan.target, scalars, self._timeline)
 
-    def _table(self, plan: RecoveryPlan, compared: Sequence[ComparedIterations]) -> RecoveryTable:
-        # What was refused when it was listed, and what when it was read; one line is enough for each divergence.
-        refused = [
-            (found.place, found.why)
-            for found in self._catalogue.found
-            if found.why and not (found.torn or found.is_intact)
-        ]
-        refused += self._damaged.items()
-        states = (found for found in self._catalogue.within(self._timeline).found if found.is_state and not found.why)
+    def _table(self, plan: RecoveryPlan, ended: EndedRecovery) -> RecoveryTable:
         return RecoveryTable(
             plan,
-            self._catalogue.nodes,
-            tuple(f"{snapshot}, held by rank {finder}: {why}" for (finder, snapshot, _), why in sorted(refused)),
+            self._found.catalogue.nodes,
+            ended.lines(self._damaged),
             self._ports.clock.now_s() - self._begun_s,
             self._strategy.plt,
             self._strategy.mlt,
-            {found.snapshot.iteration: found.span for found in states},
+            {at: range(first, last + 1) for at, (first, last) in ended.windows.items()},
             self._wider,
             self._job.topology.pp,
-            exactness(plan, self._job.topology, self._job.config.replay_tolerance, compared),
-            tuple(map(str, self._catalogue.diverged)),
-            range(plan.target + 1, self._catalogue.newest_iteration + 1),
+            exactness(plan, self._job.topology, self._job.config.replay_tolerance, ended.compared),
+            tuple(map(str, self.diverged)),
+            range(plan.target + 1, self.newest_iteration + 1),
             self._strategy.plt_pec,
         )
 

@@ -1,18 +1,19 @@
 """One try to carry a recovery plan out on one rank: its snapshots fetched, held open, restored, and replayed from.
 
-All ranks make the same list of needs in the same order (`sources.needs`), so a transfer needs no request: whoever found
-a snapshot that another rank needs sends its manifest and bytes, and that rank receives them, verifies every checksum,
-and refuses what is damaged. What lies in storage, or in the rank's own memory, is opened in place and does not travel.
+Whoever found a snapshot that another rank needs is asked for it (`sources.requested`), and sends its manifest and
+bytes; that rank receives them, verifies every checksum, and refuses what is damaged. What lies in storage, or in the
+rank's own memory, is opened in place and does not travel.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
@@ -52,9 +53,9 @@ from ..types import (
 )
 from ..types.operators import scaled
 from .exactness import DivergenceNotes
-from .inventory import CopyLocation, SnapshotEntry
+from .inventory import CopyLocation
 from .kept_state import KeptReplay, KeptState
-from .sources import GatheredMetadata, RefusedCopies, SnapshotRequest, StepOutcome
+from .sources import GatheredMetadata, RefusedCopies, SnapshotRequest, StepOutcome, Travels, requested
 from .timeline import Milestone, Timestamps
 
 log = logging.getLogger(__name__)
@@ -101,12 +102,20 @@ class RecoveryPorts:
     is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
     older: Callable[[], Collection[Lineage]] = tuple
 
-    def open(self, found: SnapshotEntry) -> MappedReader | Reader:
-        """A reader of what this rank found, or reads from storage. Raises UnreadableCheckpoint, StoreFailure."""
-        if found.tier is Tier.PERSISTENT:
+    def open(self, snapshot: SnapshotId, tier: Tier) -> MappedReader | Reader:
+        """A reader of what this rank found, or reads from storage.
+
+        Args:
+            snapshot: What to read.
+            tier: Where it lies.
+
+        Raises:
+            UnreadableCheckpoint, StoreFailure: It cannot be read.
+        """
+        if tier is Tier.PERSISTENT:
             assert self.persistent is not None
-            return self.persistent.open(found.snapshot)
-        return self.open_in_memory(found.snapshot)
+            return self.persistent.open(snapshot)
+        return self.open_in_memory(snapshot)
 
     def open_in_memory(self, snapshot: SnapshotId) -> MappedReader:
         """As `open`, of what lies in this rank's memory."""
@@ -125,34 +134,33 @@ class SnapshotFetcher:
 
     ports: RecoveryPorts
 
-    def carry(self, needed: Sequence[SnapshotRequest]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
-        """Send and receive all that travels, in the order of `needed`, which is the same on all ranks.
+    def carry(self, travels: Iterable[Travels]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
+        """Send and receive, in this order.
 
         Returns readers of what arrived here, verified, and the reasons for what did not. Raises PeerLost.
         """
         arrived: dict[CopyLocation, Reader] = {}
         refused: dict[CopyLocation, str] = {}
-        rank = self.ports.transport.rank
-        for need in needed:
-            if need.travels and need.found.finder == rank:
-                self._send(need)
-            elif need.travels and need.rank == rank:
-                try:
-                    arrived[need.found.place] = self._receive(need)
-                except (UnreadableCheckpoint, StoreFailure) as error:
-                    refused[need.found.place] = str(error)
+        for step in travels:
+            if (need := step.need) is None:
+                self._send(step.to, step.snapshot)
+                continue
+            try:
+                arrived[need.found.place] = self._receive(need)
+            except (UnreadableCheckpoint, StoreFailure) as error:
+                refused[need.found.place] = str(error)
         return arrived, refused
 
-    def _send(self, need: SnapshotRequest) -> None:
+    def _send(self, to: int, snapshot: SnapshotId) -> None:
         try:
-            reader = self.ports.open_in_memory(need.found.snapshot)
+            reader = self.ports.open_in_memory(snapshot)
         except (UnreadableCheckpoint, StoreFailure):
-            self.ports.transport.send(need.rank, _SIZES.pack(-1, 0)).wait()
+            self.ports.transport.send(to, _SIZES.pack(-1, 0)).wait()
             return
         with reader:
             manifest, raw = encode(reader.manifest), reader.raw()
             messages = (_SIZES.pack(len(manifest), len(raw)), manifest, raw)
-            for transfer in [self.ports.transport.send(need.rank, message) for message in messages]:
+            for transfer in [self.ports.transport.send(to, message) for message in messages]:
                 transfer.wait()
 
     def _receive(self, need: SnapshotRequest) -> Reader:
@@ -245,7 +253,7 @@ class RestoreTask:
         self,
         ports: RecoveryPorts,
         plan: RecoveryPlan,
-        needed: Sequence[SnapshotRequest],
+        phases: Sequence[Sequence[SnapshotRequest]],
         topology: Topology,
         resumed: KeptReplay | None = None,
     ) -> None:
@@ -254,12 +262,12 @@ class RestoreTask:
         self._base = base_for(plan, self._rank, topology)
         self._open = ExitStack()
         self._held: list[tuple[SnapshotRequest, Reader]] = []
-        self._arrived, self._refused = SnapshotFetcher(ports).carry(needed)
+        self._arrived, self._refused = SnapshotFetcher(ports).carry(requested(phases, ports.transport))
         for reader in self._arrived.values():
             if reader not in self.late:
                 self._open.enter_context(reader)
-        for need in needed:
-            if need.rank == self._rank and need.found.place not in self._refused:
+        for need in chain.from_iterable(phases):
+            if need.found.place not in self._refused:
                 self._hold(need)
 
     @property
@@ -338,8 +346,8 @@ class RestoreTask:
         self,
         segment: ReplaySegment,
         job: Job,
-        required: Mapping[int, Collection[OperatorId]],
-        unlogged: Mapping[int, frozenset[int]],
+        own: frozenset[OperatorId],
+        unlogged: tuple[frozenset[int], frozenset[int]],
         comparable: Collection[int],
         metadata: GatheredMetadata,
     ) -> Replay:
@@ -348,8 +356,8 @@ class RestoreTask:
         Args:
             segment: The stages that replay together, and the iterations.
             job: Has all operators, and the tolerance.
-            required: The operators of each rank.
-            unlogged: By member, the iterations whose log it lacks and can make again.
+            own: The operators of these stages.
+            unlogged: The iterations whose log this rank lacks and can make again, and those of which any member does.
             comparable: Iterations of which all logs say what was received of this segment.
             metadata: How the iterations came out when they ran first.
 
@@ -357,11 +365,11 @@ class RestoreTask:
             RefusedCopies: Something is missing for it.
         """
         alone, members = len(segment.stages) < self._topology.pp, ranks_of(segment, self._topology)
-        own = frozenset[OperatorId]().union(*(required[rank] for rank in members))
-        outside = frozenset(job.operators) - own
+        outside = job.order.named(job.order.bits(job.operators) & ~job.order.bits(own))
+        lacked_here, lacked = unlogged
         # To log again what is sent to the stages outside, and to compare it, gradients have to flow on to them, on all
         # ranks alike.
-        flowing = frozenset(comparable).union(*unlogged.values())
+        flowing = frozenset(comparable) | lacked
         steps = [
             replace(
                 self._step(segment, iteration, metadata, frozenset() if iteration in flowing else outside),
@@ -386,7 +394,7 @@ class RestoreTask:
             return Replay(replay, steps, len(own), tolerance)
         compared = dict(self._resumed.compared) if self._resumed is not None else {}
         return Replay(
-            replay, steps, len(own), tolerance, members=members, unlogged=unlogged[self._rank], compared=compared
+            replay, steps, len(own), tolerance, members=members, unlogged=lacked_here, compared=compared
         )
 
     def close(self) -> None:
@@ -398,7 +406,9 @@ class RestoreTask:
         """Open it, and verify what is read only after a replayed iteration: now another copy can still replace it."""
         place = need.found.place
         try:
-            reader = self._arrived.get(place) or self._open.enter_context(self._ports.open(need.found))
+            reader = self._arrived.get(place) or self._open.enter_context(
+                self._ports.open(need.found.snapshot, need.found.tier)
+            )
             is_checked = place in self._arrived or need.found.snapshot.iteration <= self._base
             if not is_checked and (torn := reader.verify()):
                 raise UnreadableCheckpoint(f"record {torn[0].key} does not match its checksum")

@@ -1,26 +1,28 @@
-"""What a plan takes of what was found: the snapshots that each rank needs, and what one rank knows for all.
+"""What a rank takes of what was found for a plan: the snapshots that it needs, and what one rank knows for all.
 
-A plan names copies by tier and node; here each becomes a `SnapshotRequest`: which entry of which rank, for which rank,
-and which part of it, in the same order on all ranks.
+A plan names copies by tier and node; here each becomes a `SnapshotRequest`: which entry of which rank, and what part of
+it. Who has it is asked for it (`requested`), so that both sides know what travels, in the same order.
 
 Most ranks restore snapshots that have neither the state of the strategy at the target nor how iterations came out:
 pieces of a window but the first, parked state of a rank that missed the step, nothing at all where a node was replaced.
-So for each fact one snapshot is chosen, on all ranks alike, its finder reads the manifest, and all gather what it says.
+So for each fact one snapshot is chosen, on all ranks alike, its finder reads the manifest, and all learn what it says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import Any
 
 import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
-from ..policy.rollback import feeds, ranks_of
+from ..policy.availability import OperatorOrder
+from ..policy.rollback import feeds
 from ..ports import Json, Reader, SnapshotId, StoreFailure, Transport
+from ..replication.collectives import exchanged, merged
 from ..types import (
     GRADIENTS,
     LOG,
@@ -35,7 +37,9 @@ from ..types import (
     Tier,
     Topology,
 )
+from .findings import Digest
 from .inventory import Catalogue, CopyLocation, SnapshotEntry
+from .summary import Summary
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class SnapshotRequest:
 
 
 def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tuple[SnapshotRequest, ...]:
-    """What each rank needs of state to carry out the plan, in the same order on all ranks.
+    """What the ranks of a plan's sources need of state to carry it out, by rank.
 
     Args:
         plan: What is carried out.
@@ -86,7 +90,11 @@ def needs(plan: RecoveryPlan, inventory: Inventory, catalogue: Catalogue) -> tup
 
 
 def with_trainer_states(
-    needed: Sequence[SnapshotRequest], plan: RecoveryPlan, catalogue: Catalogue, topology: Topology
+    needed: Sequence[SnapshotRequest],
+    plan: RecoveryPlan,
+    catalogue: Catalogue,
+    topology: Topology,
+    logged: Collection[int],
 ) -> tuple[SnapshotRequest, ...]:
     """What is needed, and for each replayed iteration a snapshot with a journal of each rank that replays it.
 
@@ -96,60 +104,101 @@ def with_trainer_states(
     Args:
         needed: What `needs` gave.
         plan: What is carried out.
-        catalogue: What all ranks found.
+        catalogue: What was found of the ranks that it is for.
         topology: Of the job.
+        logged: Iterations of which any log has the journal.
     """
     known = {(need.rank, need.found.snapshot.iteration) for need in needed if need.found.has_journal}
     more = [
         SnapshotRequest(rank, found[0])
         for segment in plan.segments
         for iteration in segment.replayed
-        for rank in ranks_of(segment, topology)
+        for rank in catalogue.required
+        if topology.stage(rank) in segment.stages
         if (rank, iteration) not in known and (found := catalogue.trainer_sources(rank, iteration))
     ]
-    logs = (found for found in catalogue.found if found.snapshot.kind == LOG and found.has_journal and not found.why)
-    logged = {log.snapshot.iteration for log in logs}
     return (*needed, *(need for need in more if not (need.travels and need.found.snapshot.iteration in logged)))
 
 
 def logs_and_gradients(plan: RecoveryPlan, catalogue: Catalogue, topology: Topology) -> tuple[SnapshotRequest, ...]:
-    """The logs that feed each segment, and gradients that were kept: what each rank needs besides state.
+    """The logs that feed each segment, and gradients that were kept: what ranks need besides state.
 
     Args:
         plan: What is carried out.
-        catalogue: What all ranks found.
+        catalogue: What was found of the ranks that it is for, and logs of those beside them.
         topology: Of the job.
     """
     wanted: dict[tuple[int, CopyLocation], list[Direction]] = {}
     at: dict[CopyLocation, SnapshotEntry] = {}
     for segment in plan.segments:
-        for iteration in segment.replayed:
-            for rank, sender, way in feeds(segment, topology):
-                found = catalogue.of_kind(LOG, sender, iteration, rank)[0]
-                at[found.place] = found
-                wanted.setdefault((rank, found.place), []).append(way)
+        for rank in catalogue.required:
+            for sender, way in feeds(segment, rank, topology) if segment.replayed else ():
+                for iteration in segment.replayed:
+                    found = catalogue.of_kind(LOG, sender, iteration, rank)[0]
+                    at[found.place] = found
+                    wanted.setdefault((rank, found.place), []).append(way)
     logs = [
         SnapshotRequest(rank, at[place], feeds=tuple(ways))
         for (rank, place), ways in sorted(wanted.items(), key=itemgetter(0))
     ]
-    kept = [
-        SnapshotRequest(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in plan.roll_forward
-    ]
+    rolling = [rank for rank in catalogue.required if rank in plan.roll_forward]
+    kept = [SnapshotRequest(rank, catalogue.of_kind(GRADIENTS, rank, plan.target, rank)[0]) for rank in rolling]
     return (*logs, *kept)
 
 
-def comparable_iterations(segment: ReplaySegment, catalogue: Catalogue, topology: Topology) -> frozenset[int]:
+def comparable_iterations(segment: ReplaySegment, shared: Digest) -> frozenset[int]:
     """Replayed iterations of which all logs that feed a segment say what their owners received of it.
 
     Args:
         segment: The stages that replay together, and the iterations.
-        catalogue: What all ranks found.
-        topology: Of the job.
+        shared: What all ranks found.
     """
-    senders = {sender for _, sender, _ in feeds(segment, topology)}
-    logs = (found for found in catalogue.found if found.snapshot.kind == LOG and not found.why)
-    known = {(log.snapshot.rank, log.snapshot.iteration) for log in logs if log.has_fingerprints}
-    return frozenset(at for at in segment.replayed if all((sender, at) in known for sender in senders))
+    known = (shared.stages[stage].compared for stage in segment.logs_from)
+    return frozenset(segment.replayed).intersection(*known)
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A snapshot that a rank wants to be sent; in the order in which all ranks send and receive."""
+
+    phase: int
+    rank: int
+    number: int
+    owner: int
+    iteration: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Travels:
+    """A snapshot that goes from one rank's memory to another: here it is sent, or received as `need`."""
+
+    to: int
+    snapshot: SnapshotId
+    need: SnapshotRequest | None = None
+
+
+def requested(phases: Sequence[Sequence[SnapshotRequest]], transport: Transport) -> list[Travels]:
+    """All that travels from or to this rank, in an order that is the same wherever two of them meet; a collective.
+
+    Args:
+        phases: What this rank needs; all of an earlier phase travels before all of a later one.
+        transport: To all ranks.
+
+    Raises:
+        PeerLost: A rank did not answer.
+    """
+    asked: dict[int, list[_Request]] = {}
+    steps: list[tuple[_Request, Travels]] = []
+    for phase, needed in enumerate(phases):
+        for number, need in enumerate(needed):
+            if need.travels:
+                snapshot = need.found.snapshot
+                request = _Request(phase, need.rank, number, snapshot.rank, snapshot.iteration, snapshot.kind)
+                asked.setdefault(need.found.finder, []).append(request)
+                steps.append((request, Travels(need.rank, snapshot, need)))
+    for rank, requests in exchanged(transport, asked, list[_Request]):
+        steps += ((one, Travels(rank, SnapshotId(one.iteration, one.owner, one.kind))) for one in requests)
+    return [travels for _, travels in sorted(steps, key=itemgetter(0))]
 
 
 def _copies(inventory: Inventory, rank: int, iteration: int, tier: Tier, holder: int | None) -> Iterator[Copy]:
@@ -170,11 +219,8 @@ class RefusedCopies(MoECheckpointError):
         self.refused = dict(refused)
 
 
-class _RefusedRow(msgspec.Struct, array_like=True):
-    finder: int
-    snapshot: SnapshotId
-    tier: Tier
-    why: str
+_Refused = tuple[int, int, int, str, int, str]
+"""The finder of a copy that a rank refuses, iteration, owner and kind of the snapshot, the tier, and why."""
 
 
 def gather_refused(transport: Transport, refused: Mapping[CopyLocation, str]) -> dict[CopyLocation, str]:
@@ -187,9 +233,18 @@ def gather_refused(transport: Transport, refused: Mapping[CopyLocation, str]) ->
     Raises:
         PeerLost: A rank did not answer.
     """
-    own = [_RefusedRow(finder, snapshot, tier, why) for (finder, snapshot, tier), why in refused.items()]
-    gathered = msgspec.convert(transport.gather(msgspec.to_builtins(own)), list[list[_RefusedRow]])
-    return {(row.finder, row.snapshot, row.tier): row.why for rows in gathered for row in rows}
+    return _from_rows(merged(transport, _rows(refused), list[_Refused], lambda one, other: [*one, *other]))
+
+
+def _rows(refused: Mapping[CopyLocation, str]) -> list[_Refused]:
+    return [(finder, at.iteration, at.rank, at.kind, tier.value, why) for (finder, at, tier), why in refused.items()]
+
+
+def _from_rows(rows: Iterable[_Refused]) -> dict[CopyLocation, str]:
+    return {
+        (finder, SnapshotId(iteration, owner, kind), Tier(tier)): why
+        for finder, iteration, owner, kind, tier, why in rows
+    }
 
 
 @dataclass(frozen=True)
@@ -200,11 +255,18 @@ class StepOutcome:
     trainer: Mapping[str, Json] = field(repr=False)
 
 
-class _Known(msgspec.Struct):
-    """What one rank tells all others; outcomes as iteration, journal, and trainer scalars."""
+class _Known(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks tell all others; the state of the strategy, and by iteration journal and trainer scalars, as JSON:
+    it has integers of any size, and losses that are no number."""
 
-    strategy: Any = None
-    outcomes: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
+    refused: list[_Refused]
+    strategy: str
+    outcomes: list[tuple[int, str]]
+    summary: Summary
+
+    def __or__(self, other: _Known) -> _Known:
+        strategy, outcomes = self.strategy or other.strategy, [*self.outcomes, *other.outcomes]
+        return _Known([*self.refused, *other.refused], strategy, outcomes, self.summary | other.summary)
 
 
 @dataclass(frozen=True)
@@ -224,57 +286,54 @@ class GatheredMetadata:
 
 def gather_metadata(
     plan: RecoveryPlan,
-    catalogue: Catalogue,
-    topology: Topology,
+    shared: Digest,
+    order: OperatorOrder,
     transport: Transport,
-    open_: Callable[[SnapshotEntry], Reader],
-) -> GatheredMetadata:
-    """Read it where it is and gather it; a collective over all ranks.
+    open_: Callable[[SnapshotId, Tier], Reader],
+) -> tuple[RecoveryPlan, GatheredMetadata]:
+    """Read it where it is and tell it; a collective over all ranks.
 
     Args:
-        plan: Has the target, and the replayed iterations.
-        catalogue: Of intact finds.
-        topology: Of the job.
+        plan: Has the target, the replayed iterations, and what this rank takes.
+        shared: Who tells what.
+        order: The numbers of all operators.
         transport: To all ranks.
         open_: Opens what this rank found.
+
+    Returns:
+        The plan with what all ranks take, and what was read.
 
     Raises:
         RefusedCopies: On all ranks alike: snapshots that should have it cannot be read.
         PeerLost: A rank did not answer.
     """
-    last = topology.stage_ranks(topology.pp - 1)
     wanted = {plan.target} | {iteration for segment in plan.segments for iteration in segment.replayed}
-    # Only the last stage knows the loss, by which its replay is checked.
-    journals = [found for iteration in wanted for found in catalogue.journal_sources(iteration, last)[:1]]
-    strategies = catalogue.strategy_sources(plan.target)[:1]
-    own, refused = _Known(), dict[CopyLocation, str]()
-    for found in dict.fromkeys((*strategies, *journals)):
-        if found.finder == transport.rank:
-            try:
-                with open_(found) as reader:
-                    _read(reader.manifest.facts.scalars, found, own, found in strategies, found in journals)
-            except (UnreadableCheckpoint, StoreFailure, KeyError, TypeError) as error:
-                refused[found.place] = format_error(error)
-    if all_refused := gather_refused(transport, refused):
-        raise RefusedCopies(all_refused)
-    # As text: losses may be infinite or no number, which values that are gathered must not be.
-    texts = transport.gather(json.dumps(msgspec.to_builtins(own)))
-    known = [msgspec.convert(json.loads(str(text)), _Known) for text in texts]
-    return GatheredMetadata(
-        next((each.strategy for each in known if each.strategy is not None), None),
-        next((found.place for found in strategies), None),
-        {
-            iteration: StepOutcome(StepJournal.from_data(journal), trainer)
-            for each in known
-            for iteration, journal, trainer in each.outcomes
-        },
+    journals = [place for iteration in wanted if (place := shared.journal(iteration)) is not None]
+    strategy_from = shared.strategy(plan.target)
+    strategy, outcomes = "", list[tuple[int, str]]()
+    refused: dict[CopyLocation, str] = {}
+    for place in dict.fromkeys((strategy_from, *journals)):
+        if place is None or place[0] != transport.rank:
+            continue
+        _, snapshot, tier = place
+        try:
+            with open_(snapshot, tier) as reader:
+                scalars: Mapping[str, Any] = reader.manifest.facts.scalars
+                if place == strategy_from:
+                    strategy = json.dumps(scalars["strategy"])
+                if place in journals:
+                    StepJournal.from_data(scalars["journal"])
+                    outcomes.append((snapshot.iteration, json.dumps([scalars["journal"], scalars["trainer"]])))
+        except (UnreadableCheckpoint, StoreFailure, KeyError, TypeError) as error:
+            refused[place] = format_error(error)
+    own = _Known(_rows(refused), strategy, outcomes, Summary.of(plan, order))
+    known = merged(transport, own, _Known, or_)
+    if known.refused:
+        raise RefusedCopies(_from_rows(known.refused))
+    read = {iteration: json.loads(text) for iteration, text in known.outcomes}
+    metadata = GatheredMetadata(
+        json.loads(known.strategy) if known.strategy else None,
+        strategy_from,
+        {at: StepOutcome(StepJournal.from_data(journal), trainer) for at, (journal, trainer) in read.items()},
     )
-
-
-def _read(scalars: Mapping[str, Any], found: SnapshotEntry, known: _Known, is_strategy: bool, is_journal: bool) -> None:
-    """Raises KeyError, TypeError where the scalars lack something."""
-    if is_strategy:
-        known.strategy = scalars["strategy"]
-    if is_journal:
-        StepJournal.from_data(scalars["journal"])
-        known.outcomes.append((found.snapshot.iteration, scalars["journal"], scalars["trainer"]))
+    return known.summary.added_to(plan, order), metadata

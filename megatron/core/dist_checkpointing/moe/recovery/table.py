@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
-from ..types import OperatorId, Part, RecoveryPlan, Refusal, RefusalReason, ReplaySegment, Tier
+from ..types import MANY_NODES, NO_NODE, OperatorId, Part, RecoveryPlan, Refused, ReplaySegment, Taken
 from ..types.recovery import spans
 from .exactness import Exactness
 
@@ -67,17 +68,11 @@ class RecoveryTable:
             if segment.replayed:
                 yield self._replay(segment)
         yield from self._waiting()
-        groups: dict[tuple[str, int, str], tuple[set[int], set[OperatorId]]] = {}
-        for source in plan.sources:
-            holder = "" if source.holder is None else f" of node {source.holder}"
-            key = f"{source.tier.name.lower().replace('_', ' ')}{holder}", source.iteration, _PARTS[source.part]
-            ranks, operators = groups.setdefault(key, (set(), set()))
-            ranks.add(source.rank)
-            operators |= source.operators
         yield f"  {'from':<26} {'iteration':>9}  {'what':<15} {'operators':>9}  ranks"
-        for (place, iteration, part), (ranks, operators) in sorted(groups.items(), key=lambda group: group[0]):
-            yield f"  {place:<26} {iteration:>9}  {part:<15} {len(operators):>9}  {spans(ranks)}"
-        yield from _refusals(plan.refusals)
+        rows = ((_place(taken), taken.iteration, _PARTS[taken.part], taken) for taken in plan.taken)
+        for place, iteration, part, taken in sorted(rows, key=itemgetter(0, 1, 2)):
+            yield f"  {place:<26} {iteration:>9}  {part:<15} {len(taken.operators):>9}  {taken.ranks}"
+        yield from _refusals(plan.refused)
         for text in self.damaged:
             yield f"  refused: {text}"
         yield from self._losses()
@@ -85,7 +80,7 @@ class RecoveryTable:
     def _kept_by(self, experts: Collection[OperatorId]) -> str:
         """What these experts have lost nothing of, where only one part of their state came back older."""
         older = {part: set[OperatorId]() for part in (Part.MASTER, Part.MOMENTS)}
-        for source in self.plan.sources:
+        for source in self.plan.taken:
             for part, found in older.items():
                 if part in source.part and source.iteration < self.plan.target:
                     found |= source.operators
@@ -135,17 +130,18 @@ class RecoveryTable:
             yield f"  momentary lost tokens (MLT), all faults so far: {100 * self.mlt:.4f} %"
 
 
-def _refusals(refusals: Collection[Refusal]) -> Iterator[str]:
+def _place(one: Taken) -> str:
+    nodes = {NO_NODE: "", MANY_NODES: " of many nodes"}
+    return one.tier.name.lower().replace("_", " ") + nodes.get(one.holder, f" of node {one.holder}")
+
+
+def _refusals(refused: Collection[Refused]) -> Iterator[str]:
     """One line for each reason and tier."""
-    groups: dict[tuple[Tier, RefusalReason], set[Refusal]] = {}
-    for refusal in refusals:
-        groups.setdefault((refusal.tier, refusal.reason), set()).add(refusal)
-    for (tier, reason), found in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1].value)):
-        iterations, ranks = {refusal.iteration for refusal in found}, {refusal.rank for refusal in found}
-        copies = f"{len(found)} copies" if len(found) > 1 else "1 copy"
+    for one in sorted(refused, key=lambda one: (one.tier, one.reason.value)):
+        copies = f"{one.copies} copies" if one.copies > 1 else "1 copy"
         yield (
-            f"  skipped: {copies} in {tier.name.lower().replace('_', ' ')} of ranks {spans(ranks)}, iterations"
-            f" {spans(iterations)}: {reason.value}"
+            f"  skipped: {copies} in {one.tier.name.lower().replace('_', ' ')} of ranks {one.ranks},"
+            f" iterations {spans(set(one.iterations))}: {one.reason.value}"
         )
 
 

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
+from ..policy.availability import Everywhere, OperatorOrder
 from ..policy.placement import replica_count
 from ..policy.recovery import plan_recovery
 from ..policy.tracking import PLACES
@@ -84,6 +85,11 @@ class Job:
             rank: {operator: size for operator, size in own.items() if operator not in self.unchanging}
             for rank, own in self.sizes.items()
         }
+
+    @cached_property
+    def order(self) -> OperatorOrder:
+        """The numbers of all operators."""
+        return OperatorOrder(self.operators)
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -373,18 +379,28 @@ class Strategy(ABC):
         data = self.to_data()
         return lambda: data
 
-    def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
+    def recover(
+        self, inventory: Inventory, lost: Lost, topology: Topology, everywhere: Everywhere | None = None
+    ) -> RecoveryPlan:
         """How to come back.
 
         Args:
-            inventory: All that was found after the failure.
+            inventory: All that was found after the failure; of some ranks, with `everywhere`.
             lost: Ranks and nodes that failed.
             topology: The rank layout.
+            everywhere: Makes of what these ranks can rebuild what all can.
 
         Raises:
             RecoveryImpossible: No intact copies lead to a state.
         """
-        return plan_recovery(inventory, lost, topology, tied_embeddings=self._job.tied_embeddings)
+        return plan_recovery(
+            inventory,
+            lost,
+            topology,
+            tied_embeddings=self._job.tied_embeddings,
+            order=self._job.order,
+            everywhere=everywhere,
+        )
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
         """Go on from `plan.target` with what was remembered there.

@@ -102,7 +102,7 @@ class ConstantState:
         if {tuple(row) for row in known["operators"]} != {(one.layer, one.kind, one.expert) for one in self.operators}:
             return fresh
         levels = {Level(name) for name in known["levels"]}
-        stored = any(source.tier is Tier.PERSISTENT and source.operators & self.operators for source in plan.sources)
+        stored = any(source.tier is Tier.PERSISTENT and source.operators & self.operators for source in plan.taken)
         if stored:
             levels -= {Level.SNAPSHOT}
         elif known["under_way"]:

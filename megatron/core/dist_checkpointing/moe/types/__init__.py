@@ -16,6 +16,8 @@ from .operators import (
 from .recovery import (
     GRADIENTS,
     LOG,
+    MANY_NODES,
+    NO_NODE,
     PARKED,
     STANDBY,
     BoundaryLog,
@@ -27,11 +29,15 @@ from .recovery import (
     RecoveryPlan,
     Refusal,
     RefusalReason,
+    Refused,
     ReplaySegment,
     Scope,
+    Taken,
     Tier,
     boundary_key,
     received_key,
+    refused_of,
+    taken_of,
 )
 from .snapshots import CONSTANT, Level, Piece, SnapshotPlan, StepJournal, WaitReport, Window, full_plan
 from .topology import Coordinates, Topology
@@ -43,6 +49,8 @@ __all__ = [
     "GRADIENTS",
     "LOG",
     "LOW_PRECISIONS",
+    "MANY_NODES",
+    "NO_NODE",
     "PARKED",
     "PRECISIONS",
     "STANDBY",
@@ -64,10 +72,12 @@ __all__ = [
     "RecoveryPlan",
     "Refusal",
     "RefusalReason",
+    "Refused",
     "ReplaySegment",
     "Scope",
     "SnapshotPlan",
     "StepJournal",
+    "Taken",
     "Tier",
     "Topology",
     "WaitReport",
@@ -78,4 +88,6 @@ __all__ = [
     "iterate_operators",
     "moe_layers_of",
     "received_key",
+    "refused_of",
+    "taken_of",
 ]

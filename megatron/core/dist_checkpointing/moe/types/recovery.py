@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,6 +119,31 @@ class CopySource(NamedTuple):
     operators: frozenset[OperatorId]
 
 
+NO_NODE, MANY_NODES = -1, -2
+"""In place of a holder: a copy in storage, and copies of too many nodes to name each."""
+
+
+class Taken(NamedTuple):
+    """What ranks take of one iteration from one place; `ranks` as `spans` has them."""
+
+    tier: Tier
+    holder: int
+    iteration: int
+    part: Part
+    operators: frozenset[OperatorId]
+    ranks: str
+
+
+class Refused(NamedTuple):
+    """How many copies are not used for one reason, of which iterations and ranks; these as `spans` has them."""
+
+    tier: Tier
+    reason: RefusalReason
+    copies: int
+    iterations: frozenset[int]
+    ranks: str
+
+
 class Scope(enum.Enum):
     """How far a recovery reaches."""
 
@@ -153,7 +178,10 @@ class RecoveryPlan:
 
     `target` is the iteration after which all ranks stand when the recovery is done. Ranks in `roll_forward` apply their
     kept gradients once. `lost_tokens` counts the tokens whose updates a lossy strategy loses, per expert. `lost` is the
-    failure that the plan answers.
+    failure that the plan answers. `wider`: why more stages roll back than have lost their state; empty if they do not.
+
+    `sources` and `refusals` are of the ranks whose inventory the plan was made from; where that was not of all, `taken`
+    and `refused` come from all.
     """
 
     target: int
@@ -164,6 +192,42 @@ class RecoveryPlan:
     roll_forward: tuple[int, ...] = ()
     lost_tokens: Mapping[OperatorId, int] = field(default_factory=dict)
     lost: Lost = field(default_factory=Lost)
+    wider: str = ""
+    all_taken: tuple[Taken, ...] | None = field(default=None, repr=False)
+    all_refused: tuple[Refused, ...] | None = field(default=None, repr=False)
+
+    @property
+    def taken(self) -> tuple[Taken, ...]:
+        """What all ranks take."""
+        return taken_of(self.sources) if self.all_taken is None else self.all_taken
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        """What all ranks refuse."""
+        return refused_of(self.refusals) if self.all_refused is None else self.all_refused
+
+
+def taken_of(sources: Iterable[CopySource]) -> tuple[Taken, ...]:
+    """What these sources give together."""
+    groups: dict[tuple[Tier, int, int, Part], tuple[set[OperatorId], set[int]]] = {}
+    for source in sources:
+        holder = NO_NODE if source.holder is None else source.holder
+        key = source.tier, holder, source.iteration, source.part
+        operators, ranks = groups.setdefault(key, (set(), set()))
+        operators |= source.operators
+        ranks.add(source.rank)
+    return tuple(Taken(*key, frozenset(operators), spans(ranks)) for key, (operators, ranks) in groups.items())
+
+
+def refused_of(refusals: Iterable[Refusal]) -> tuple[Refused, ...]:
+    """These refusals by tier and reason."""
+    groups: dict[tuple[Tier, RefusalReason], set[Refusal]] = {}
+    for refusal in refusals:
+        groups.setdefault((refusal.tier, refusal.reason), set()).add(refusal)
+    return tuple(
+        Refused(*key, len(found), frozenset(one.iteration for one in found), spans({one.rank for one in found}))
+        for key, found in groups.items()
+    )
 
 
 # What a rank keeps beside its snapshots so that a recovery can stay local: names of what is stored, and records.
@@ -199,6 +263,23 @@ def received_key(direction: Direction) -> str:
     """The key of the fingerprints of all that came this way, in a log: 64 bits each, in the order of arrival; 0 where
     none was taken."""
     return f"received/{direction.value}"
+
+
+def joined_spans(one: str, other: str) -> str:
+    """The numbers of both, as `spans` has them.
+
+    Args:
+        one: Some of the numbers.
+        other: The others.
+    """
+    runs: list[list[int]] = []
+    for first, last in sorted((int(ends[0]), int(ends[-1])) for run in f"{one},{other}".strip(",").split(",") if run
+                              for ends in [run.split("-")]):  # fmt: skip
+        if runs and first <= runs[-1][1] + 1:
+            runs[-1][1] = max(last, runs[-1][1])
+        else:
+            runs.append([first, last])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 def spans(numbers: set[int]) -> str:

@@ -8,8 +8,19 @@ from functools import partial
 from math import lcm
 
 from ...errors import UsageError
-from ...policy.availability import RankState, Record, StageState, copy_sources, rank_states, refusals, stage_states
-from ...policy.recovery import impossible
+from ...policy.availability import (
+    Everywhere,
+    OperatorOrder,
+    RankState,
+    Record,
+    StageState,
+    copy_sources,
+    rank_states,
+    refusals,
+    surveyed,
+    whole,
+)
+from ...policy.recovery import impossible, order_of
 from ...types import Inventory, Level, Lost, OperatorId, Part, RecoveryPlan, ReplaySegment, Scope, Topology
 from .ledger import LossRecord, TokenLedger
 
@@ -24,6 +35,8 @@ def plan_lossy_recovery(
     tokens_between: Callable[[OperatorId, int, int], int],
     *,
     target: int | None = None,
+    order: OperatorOrder | None = None,
+    everywhere: Everywhere | None = None,
 ) -> RecoveryPlan:
     """Plan a recovery under `pec` or `selective` (MoC 5.1, MOETION 6).
 
@@ -32,23 +45,26 @@ def plan_lossy_recovery(
     ranks that own a shard of it. An update counts as lost when either part lacks it.
 
     Args:
-        inventory: All that was found after the failure.
+        inventory: What was found of all ranks; of some, with `everywhere`: then sources and refusals are theirs alone.
         lost: Ranks and nodes that failed.
         topology: The rank layout.
         tokens_between: Counts, from (expert, after, upto), the tokens routed to an expert in iterations after +
             1..upto.
         target: The newest iteration to go to; None: any.
+        order: Of all operators; of those of the inventory by default.
+        everywhere: Makes of what these ranks can rebuild what all can.
 
     Raises:
         RecoveryImpossible: There is no such iteration, or an expert has no copy at all.
         UsageError: The inventory leaves out a rank.
     """
-    states = rank_states(inventory, lost, topology, PARTS)
-    stages = stage_states(states, topology)
-    reached = _newest_iteration(stages, target)
-    found: list[Newest] = [{part: stage.newest(part, reached) for part in PARTS} for stage in stages]
+    states, order = rank_states(inventory, lost, topology, PARTS), order or order_of(inventory)
+    survey = surveyed(states, inventory, lost, topology, order)
+    stages = whole(survey if everywhere is None else everywhere(survey), topology)
+    reached = _newest_iteration(stages, target, order)
+    found: list[Newest] = [{part: _newest(stage, part, reached, order) for part in PARTS} for stage in stages]
     for number, (stage, newest) in enumerate(zip(stages, found, strict=True)):
-        if missing := stage.required - (newest[Part.MASTER].keys() & newest[Part.MOMENTS].keys()):
+        if missing := order.named(stage.required) - (newest[Part.MASTER].keys() & newest[Part.MOMENTS].keys()):
             raise impossible(f"iteration {reached}", target, number, missing)
     oldest = {
         operator: min(newest[part][operator] for part in PARTS) for newest in found for operator in newest[Part.MASTER]
@@ -61,7 +77,9 @@ def plan_lossy_recovery(
         tuple(
             source
             for stage, newest in enumerate(found)
-            for source in copy_sources(states, topology.stage_ranks(stage), partial(_records, newest=newest))
+            for source in copy_sources(
+                states, filter(states.__contains__, topology.stage_ranks(stage)), partial(_records, newest=newest)
+            )
         ),
         tuple(refusals(states, reached)),
         lost_tokens={operator: tokens_between(operator, oldest[operator], reached) for operator in stale},
@@ -69,12 +87,18 @@ def plan_lossy_recovery(
     )
 
 
-def _newest_iteration(stages: Sequence[StageState], target: int | None) -> int:
+def _newest(stage: StageState, part: Part, limit: int, order: OperatorOrder) -> dict[OperatorId, int]:
+    """The newest iteration up to `limit` at which each operator's `part` can be had; operators without one lack."""
+    return {one: iteration for iteration, there in stage.newest(part, limit) for one in order.listed(there)}
+
+
+def _newest_iteration(stages: Sequence[StageState], target: int | None, order: OperatorOrder) -> int:
     """The newest iteration with all that is no expert; experts may be older."""
     where = "any iteration" if target is None else f"iteration {target} or one before it"
     candidates: set[int] | None = None
     for number, stage in enumerate(stages):
-        dense = frozenset(operator for operator in stage.required if not operator.is_expert)
+        named = frozenset(operator for operator in order.named(stage.required) if not operator.is_expert)
+        dense = order.bits(named)
         complete = {
             iteration
             for iteration in stage.lacks[Part.MASTER]
@@ -83,7 +107,7 @@ def _newest_iteration(stages: Sequence[StageState], target: int | None) -> int:
         }
         candidates = complete if candidates is None else candidates & complete
         if not candidates:
-            raise impossible(where, target, number, dense)
+            raise impossible(where, target, number, named)
     return max(candidates or ())
 
 

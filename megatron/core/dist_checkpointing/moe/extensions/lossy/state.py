@@ -274,7 +274,7 @@ def _used(plan: RecoveryPlan) -> tuple[dict[OperatorId, int], dict[OperatorId, L
     """The iteration that each expert is restored from (the older one of two parts), and whether any is from storage."""
     used: dict[OperatorId, int] = {}
     stored: dict[OperatorId, Level] = {}
-    for source in plan.sources:
+    for source in plan.taken:
         level = Level.PERSIST if source.tier is Tier.PERSISTENT else Level.SNAPSHOT
         for operator in source.operators:
             if operator.is_expert:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UsageError
+from ...policy.availability import Everywhere
 from ...policy.checks import not_negative
 from ...strategies.base import Job, LossReport, Strategy
 from ...strategies.constants import ConstantState
@@ -85,9 +86,18 @@ class Lossy(Strategy):
         planned = [self._limit.tokens, self._limit.topk]
         return {**super().to_data(), **self._state.to_data(), "planned": planned}
 
-    def recover(self, inventory: Inventory, lost: Lost, topology: Topology) -> RecoveryPlan:
+    def recover(
+        self, inventory: Inventory, lost: Lost, topology: Topology, everywhere: Everywhere | None = None
+    ) -> RecoveryPlan:
         """As `Strategy.recover`; the tokens are counted by `resumed`, for the counts are stored with the target."""
-        return plan_lossy_recovery(inventory, lost, topology, lambda operator, after, upto: 0)
+        return plan_lossy_recovery(
+            inventory,
+            lost,
+            topology,
+            lambda operator, after, upto: 0,
+            order=self._job.order,
+            everywhere=everywhere,
+        )
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
         """As `Strategy.resumed`: lost are the tokens counted after the copy of each expert, up to the target."""
