@@ -53,8 +53,10 @@ class _Share(msgspec.Struct, frozen=True, array_like=True):
             iteration: Of the piece.
             order: The numbers of all operators.
         """
-        parts = {part: order.listed(unpacked(bits)) for part, bits in self.parts.items()}
-        return SnapshotPlan(iteration, {one: Part(part) for part, listed in parts.items() for one in listed})
+        parts: dict[OperatorId, Part] = {}
+        for part, bits in self.parts.items():
+            parts.update(dict.fromkeys(order.listed(unpacked(bits)), Part(part)))
+        return SnapshotPlan(iteration, parts)
 
 
 class _Shares(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ def merged[T](transport: Transport, own: T, kind: type[T], combine: Callable[[T,
     def bytes_of(one: bytes, other: bytes) -> bytes:
         return msgspec.msgpack.encode(combine(decoder.decode(one), decoder.decode(other)))
 
-    return decoder.decode(transport.merge(msgspec.msgpack.encode(own), bytes_of))
+    return _read(decoder, transport.merge(msgspec.msgpack.encode(own), bytes_of))
 
 
 def exchanged[T](transport: Transport, outgoing: Mapping[int, T], kind: type[T]) -> list[tuple[int, T]]:
@@ -42,7 +42,11 @@ def exchanged[T](transport: Transport, outgoing: Mapping[int, T], kind: type[T])
     """
     came = transport.exchange({to: msgspec.msgpack.encode(value) for to, value in outgoing.items()})
     decoder = msgspec.msgpack.Decoder(kind)
+    return [(source, _read(decoder, data)) for source, data in came]
+
+
+def _read[T](decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     try:
-        return [(source, decoder.decode(data)) for source, data in came]
+        return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise PeerLost(f"what came from other ranks cannot be read: {error}") from None
