@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.availability import rank_states, surveyed
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, newest_first
+from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, newest_first, past
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence
 from megatron.core.dist_checkpointing.moe.recovery.findings import Judge, StageDigest, overview, packed, unpacked
@@ -277,20 +277,21 @@ def compared(world: World, is_local: bool) -> RecoveryPlan | None:
         if wanted is None or plan is None:
             assert plan is wanted
             continue
-        assert recovery._timeline == rule.timeline
+        assert recovery.timeline == past(rule.timeline, wanted.target)
         same = ("target", "scope", "segments", "roll_forward", "lost_tokens")
         assert [getattr(plan, name) for name in same] == [getattr(wanted, name) for name in same]
-        assert not recovery._is_local or plan.wider == wanted.wider
+        assert plan.wider == wanted.wider
         assert plan.sources == tuple(one for one in wanted.sources if one.rank == rank)
         assert plan.refusals == tuple(one for one in wanted.refusals if one.rank == rank)
-        assert rule.usable is not None and recovery._digest is not None
-        everything = rule.usable.without(world.damaged)
+        shared, known = recovery._digest, rule.usable
+        assert known is not None and shared is not None
+        everything = known.without(world.damaged)
         logs = {one.snapshot.iteration for one in everything.found if one.snapshot.kind == LOG and one.has_journal
                 and not one.why}  # fmt: skip
-        assert recovery._digest.logged == logs
-        own, known = recovery._usable(rule.timeline), everything
+        assert shared.logged == logs
+        own = recovery._usable(rule.timeline)
         assert taken(world, plan, own.inventory(world.damaged), own.without(world.damaged), logs) == [
-            need for need in taken(world, wanted, rule.usable.inventory(world.damaged), known, logs) if need[0] == rank
+            need for need in taken(world, wanted, known.inventory(world.damaged), everything, logs) if need[0] == rank
         ]
         summaries.append(Summary.of(plan, world.job.order))
     if wanted is not None:

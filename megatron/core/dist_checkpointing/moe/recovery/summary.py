@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from ..policy.availability import OperatorOrder
-from ..types import MANY_NODES, Part, RecoveryPlan, RefusalReason, Refused, Taken, Tier
+from ..types import MANY_NODES, Part, RecoveryPlan, RefusalReason, RefusedGroup, Taken, Tier
 from ..types.recovery import joined_spans
 from .findings import packed, unpacked
 
@@ -73,7 +73,7 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
             for (tier, iteration, part), nodes in self.taken
             for node, (operators, ranks) in nodes.items()
         )
-        refused = tuple(Refused(Tier(tier), RefusalReason[why], *found) for (tier, why), found in self.refused)
+        refused = tuple(RefusedGroup(Tier(tier), RefusalReason[why], *found) for (tier, why), found in self.refused)
         return replace(plan, all_taken=taken, all_refused=refused)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ..types import MANY_NODES, NO_NODE, OperatorId, Part, RecoveryPlan, Refused, ReplaySegment, Taken
+from ..types import MANY_NODES, NO_NODE, OperatorId, Part, RecoveryPlan, RefusedGroup, ReplaySegment, Taken
 from ..types.recovery import spans
 from .exactness import Exactness
 
@@ -135,7 +135,7 @@ def _place(one: Taken) -> str:
     return one.tier.name.lower().replace("_", " ") + nodes.get(one.holder, f" of node {one.holder}")
 
 
-def _refusals(refused: Collection[Refused]) -> Iterator[str]:
+def _refusals(refused: Collection[RefusedGroup]) -> Iterator[str]:
     """One line for each reason and tier."""
     for one in sorted(refused, key=lambda one: (one.tier, one.reason.value)):
         copies = f"{one.copies} copies" if one.copies > 1 else "1 copy"

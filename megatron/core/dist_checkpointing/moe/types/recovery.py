@@ -134,7 +134,7 @@ class Taken(NamedTuple):
     ranks: str
 
 
-class Refused(NamedTuple):
+class RefusedGroup(NamedTuple):
     """How many copies are not used for one reason, of which iterations and ranks; these as `spans` has them."""
 
     tier: Tier
@@ -194,7 +194,7 @@ class RecoveryPlan:
     lost: Lost = field(default_factory=Lost)
     wider: str = ""
     all_taken: tuple[Taken, ...] | None = field(default=None, repr=False)
-    all_refused: tuple[Refused, ...] | None = field(default=None, repr=False)
+    all_refused: tuple[RefusedGroup, ...] | None = field(default=None, repr=False)
 
     @property
     def taken(self) -> tuple[Taken, ...]:
@@ -202,7 +202,7 @@ class RecoveryPlan:
         return taken_of(self.sources) if self.all_taken is None else self.all_taken
 
     @property
-    def refused(self) -> tuple[Refused, ...]:
+    def refused(self) -> tuple[RefusedGroup, ...]:
         """What all ranks refuse."""
         return refused_of(self.refusals) if self.all_refused is None else self.all_refused
 
@@ -219,13 +219,13 @@ def taken_of(sources: Iterable[CopySource]) -> tuple[Taken, ...]:
     return tuple(Taken(*key, frozenset(operators), spans(ranks)) for key, (operators, ranks) in groups.items())
 
 
-def refused_of(refusals: Iterable[Refusal]) -> tuple[Refused, ...]:
+def refused_of(refusals: Iterable[Refusal]) -> tuple[RefusedGroup, ...]:
     """These refusals by tier and reason."""
     groups: dict[tuple[Tier, RefusalReason], set[Refusal]] = {}
     for refusal in refusals:
         groups.setdefault((refusal.tier, refusal.reason), set()).add(refusal)
     return tuple(
-        Refused(*key, len(found), frozenset(one.iteration for one in found), spans({one.rank for one in found}))
+        RefusedGroup(*key, len(found), frozenset(one.iteration for one in found), spans({one.rank for one in found}))
         for key, found in groups.items()
     )
 
