@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ ROWS = {
     "api_overhead": "with / without the calls",
     "training_thread": "| total / loop |",
     "planning": "| recovery of one stage, 1024 ranks, 16 stages |",
+    "control_plane": "| 64 | 63 |",
     "transports": "process-group",
     "snapshot": "| full / torch_dist async |",
     "every_iteration": "| sparse/4 |",
@@ -54,6 +56,17 @@ def test_the_thread_that_trains_takes_no_longer_in_an_iteration_than_is_allowed(
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.ci
+def test_a_rank_of_512_takes_no_more_of_a_recovery_than_it_may() -> None:
+    code = "import control_plane, json; print(json.dumps(control_plane.job(512, 5)))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=300, check=True)
+    job = json.loads(ended.stdout.splitlines()[-1])
+    for rank in job["ranks"]:
+        assert rank["bytes"] <= 100_000 and rank["messages"] <= 110 and rank["peers"] <= 18, rank
+        assert rank["inventory_s"] + rank["plan_s"] <= 0.05, rank
+
+
 def test_what_was_kept_makes_the_pages_that_are_there() -> None:
     for name, page in PAGES.items():
         command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / f"{name}.py"), "--report"]
@@ -62,6 +75,7 @@ def test_what_was_kept_makes_the_pages_that_are_there() -> None:
 
 
 PAGES = {
+    "control_plane": "control-plane.md",
     "snapshot": "snapshot.md",
     "every_iteration": "every-iteration.md",
     "recovery": "recovery.md",

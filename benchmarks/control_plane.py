@@ -1,0 +1,439 @@
+"""What a recovery asks of the control plane by the number of ranks: calls, messages, bytes, connections and CPU of one.
+
+The real code runs over a network that is played: one rank of a job of N after the other is real, the others are what
+the same code made of their stores before. Stores are synthetic: windows of DeepSeek-V3 with two replicas, one node
+lost. Times are CPU of the real rank, and what its messages take on a network of a given latency and bandwidth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import or_
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from harness import Benchmark, row, rule, start, where
+
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.policy.availability import Survey
+from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Overview, digest
+from megatron.core.dist_checkpointing.moe.recovery.inventory import InventoryRow, OperatorPart
+from megatron.core.dist_checkpointing.moe.recovery.local_inventory import Findings, LocalInventory
+from megatron.core.dist_checkpointing.moe.replication.collectives import merged
+from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
+from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
+from megatron.core.dist_checkpointing.moe.types import (
+    LOG,
+    PARKED,
+    Lost,
+    OperatorId,
+    Part,
+    RecoveryPlan,
+    Tier,
+    Topology,
+    Window,
+)
+from moe_ckpt.simulator.models import PRESETS
+from moe_ckpt.simulator.shards import owned_operators
+
+BENCHMARK = Benchmark("control_plane", 5, "control-plane.md")
+MOST_CPU_S, MOST_BYTES = 0.05, 200_000
+"""Of an inventory and its plan, on any rank."""
+SIZES = {8: (2, 4), 64: (4, 16), 512: (8, 64), 4096: (16, 64), 16384: (16, 64)}
+"""Pipeline stages and expert-parallel ranks, by the number of ranks."""
+WINDOW, FIRST, REPLICAS = 6, 100, 2
+LATENCY_S, BYTES_PER_S = 50e-6, 3e9
+"""Of a message between two nodes, and of the network of one rank."""
+COUNTS = {"statuses": 0, "statuses, tokens of 58 layers with 256 experts": 58 * 256}
+"""IterationNumbers that an iteration adds up, beside what it says of copies and pieces."""
+BEFORE = {
+    8: (413, 117, 1827),
+    64: (486, 126, 2504),
+    512: (1246, 235, 5604),
+    4096: (6677, 367, 31945),
+    16384: (38516, 704, 128267),
+}
+"""By ranks: CPU of inventory and plan in ms, kB received."""
+FRAME_BYTES = 1032
+"""Of the first message of a value, as `replication.tcp` sends it; what is longer takes a second one."""
+
+
+@dataclass
+class Traffic:
+    """What one rank received and sent, and how long that takes where nobody is late."""
+
+    messages: int = 0
+    received_bytes: int = 0
+    peers: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+
+    def hears(self, other: int, nbytes: int) -> None:
+        """A value comes from another rank."""
+        self.messages += 1 + (nbytes > FRAME_BYTES)
+        self.received_bytes += max(nbytes, FRAME_BYTES)
+        self.peers.add(other)
+        self.seconds += LATENCY_S + max(nbytes, FRAME_BYTES) / BYTES_PER_S
+
+    def tells(self, other: int, nbytes: int) -> None:
+        """A value goes to another rank."""
+        self.messages += 1 + (nbytes > FRAME_BYTES)
+        self.peers.add(other)
+
+
+class PlayedTransport(TcpTransport):
+    """The real transport of one rank, without sockets: what arrives was made before.
+
+    Args:
+        rank: The real one.
+        world_size: How many ranks there are.
+        collectives: In their order: values of runs of ranks, or what ranks exchange.
+    """
+
+    def __init__(self, rank: int, world_size: int, collectives: Sequence[Merged[Any] | Exchanged]) -> None:
+        self.rank, self.world_size, self.timeout_s, self.traffic = rank, world_size, 60.0, Traffic()
+        self.connections = cast("Any", self)
+        self._collectives, self.now = iter(collectives), cast("Any", None)
+
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        self.now = next(self._collectives)
+        return super().merge(value, combine)
+
+    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
+        self.now = next(self._collectives)
+        return super().exchange(outgoing)
+
+    def _begin_to_tell(self, to: int, value: bytes) -> list[Any]:
+        self.traffic.tells(to, len(value))
+        return []
+
+    def _heard(self, source: int) -> bytes:
+        came: bytes = self.now.heard(self.rank, source, self.world_size)
+        self.traffic.hears(source, len(came))
+        return came
+
+
+class PlayedInventory(LocalInventory):
+    """Of a rank whose stores have these rows.
+
+    Args:
+        rows: All that it finds.
+        operators: Of the rank.
+        transport: To all ranks.
+    """
+
+    def __init__(self, rows: list[InventoryRow], operators: Collection[OperatorId], transport: Any) -> None:
+        identity = Identity("job", {}, frozenset(operators))
+        super().__init__(cast("Any", None), None, transport, identity)
+        self._found = rows
+
+    def _all_rows(self) -> list[InventoryRow]:
+        return self._found
+
+
+class PlayedJob:
+    """A job of N ranks that lost a node; all others have parked, and every snapshot has two replicas."""
+
+    def __init__(self, ranks: int) -> None:
+        stages, experts = SIZES[ranks]
+        self.topology = topology = Topology(ranks, pp=stages, ep=experts, ranks_per_node=min(8, ranks // 4))
+        shape = PRESETS["DeepSeek-V3-671B"]
+        self.owned = owned_operators(shape, topology)
+        config = MoECheckpointConfig(strategy="full", interval=1, replicas=REPLICAS, timeout_s=60.0)
+        self.job = Job(config, tuple(sorted(shape.operators)), topology, 4096, 1000, topk=8)
+        self.strategy = STRATEGIES["full"](self.job)
+        self.kept_by = place_replicas(topology, REPLICAS).kept_by
+        self.lost = set(topology.ranks_by_node[topology.node(ranks // 2)])
+        self.windows: dict[tuple[int, int], list[tuple[OperatorPart, ...]]] = {}
+        for lane, operators in self.owned.items():
+            window = Window(FIRST, tuple(operators[at::WINDOW] for at in range(WINDOW)))
+            plans = [window.plan(FIRST + at) for at in range(WINDOW)]
+            self.windows[lane] = [
+                tuple(
+                    OperatorPart(one.layer, one.kind.value, one.expert, part.value) for one, part in plan.parts.items()
+                )
+                for plan in plans
+            ]
+        self.timeline = (("00000000000000000001-a", 0),)
+
+    def lane(self, rank: int) -> tuple[int, int]:
+        """The stage, and the expert-parallel rank."""
+        at = self.topology.coordinates(rank)
+        return at.pp, at.ep
+
+    def operators(self, rank: int) -> tuple[OperatorId, ...]:
+        """Of which a rank owns a part."""
+        return self.owned[self.lane(rank)]
+
+    def rows(self, rank: int) -> list[InventoryRow]:
+        """All that a rank finds: windows of its own and of those that it keeps, logs, and its parked state."""
+        if rank in self.lost:
+            return []
+        made = partial(
+            InventoryRow, tier=Tier.OWN_MEMORY, timeline=self.timeline, job="job", window=(FIRST, FIRST + WINDOW - 1)
+        )
+        found = []
+        for owner in (rank, *self.kept_by[rank]):
+            for at, operators in enumerate(self.windows[self.lane(owner)]):
+                snapshot = SnapshotId(FIRST + at, owner)
+                found.append(
+                    made(snapshot, operators=operators, digest="d" * 32, has_journal=True, has_strategy=not at)
+                )
+        last = FIRST + 2 * WINDOW - 2
+        for iteration in range(FIRST, last + 1):
+            found.append(made(SnapshotId(iteration, rank, LOG), has_journal=True, has_fingerprints=True))
+        full = Part.MASTER_AND_MOMENTS.value
+        parked = tuple(OperatorPart(one.layer, one.kind.value, one.expert, full) for one in self.operators(rank))
+        found.append(made(SnapshotId(last, rank, PARKED), operators=parked, has_journal=True, has_strategy=True))
+        return found
+
+    def findings(self, rank: int, transport: Any) -> Findings:
+        """As a recovery has them."""
+        return PlayedInventory(self.rows(rank), self.operators(rank), transport).gather(self.job)
+
+    def planned(self, rank: int, found: Findings, everywhere: Callable[[Digest], Digest]) -> RecoveryPlan:
+        """The plan of a rank, as a recovery makes it."""
+        usable = found.catalogue.within(self.timeline)
+
+        def all_(survey: Survey) -> Survey:
+            last = self.topology.stage_ranks(self.topology.pp - 1)
+            return everywhere(digest(rank, survey, usable, found.own, (), last)).survey
+
+        return self.strategy.recover(usable.inventory(), Lost(), self.topology, all_)
+
+
+class Merged[T]:
+    """The values of runs of ranks, each made once."""
+
+    def __init__(self, values: Sequence[T], combine: Callable[[T, T], T]) -> None:
+        self._values, self._combine = values, combine
+        self._known, self._sent = dict[tuple[int, int], T](), dict[tuple[int, int], bytes]()
+
+    def of(self, first: int, end: int) -> T:
+        """Of ranks first..end-1, combined as in the tree."""
+        if end - first == 1:
+            return self._values[first]
+        if (first, end) not in self._known:
+            half = 1 << ((end - first - 1).bit_length() - 1)
+            self._known[first, end] = self._combine(self.of(first, first + half), self.of(first + half, end))
+        return self._known[first, end]
+
+    def heard(self, rank: int, source: int, size: int) -> bytes:
+        """What a rank hears from one below it in the tree, or from the one above."""
+        run = (source, min(size, 2 * source - rank)) if source > rank else (0, size)
+        if run not in self._sent:
+            self._sent[run] = msgspec.msgpack.encode(self.of(*run))
+        return self._sent[run]
+
+
+class Exchanged:
+    """What each rank has for others, as it travels; sent: by source, then by rank."""
+
+    def __init__(self, sent: Mapping[int, Mapping[int, bytes]]) -> None:
+        self.sent = sent
+        self._passing: dict[int, dict[int, bytes]] = {}
+
+    def to(self, rank: int) -> list[tuple[int, bytes]]:
+        """What arrives in the end."""
+        return sorted((source, held[rank]) for source, held in self.sent.items() if rank in held)
+
+    def heard(self, rank: int, source: int, size: int) -> bytes:
+        """What a rank hears from the one some ranks before it."""
+        if rank not in self._passing:
+            moved: dict[int, list[tuple[int, int, bytes]]] = {1 << at: [] for at in range((size - 1).bit_length())}
+            for sender, held in self.sent.items():
+                for to, data in held.items():
+                    distance = (to - sender) % size
+                    for step, came in moved.items():
+                        # All lower bits of the way lie behind it then.
+                        if distance & step and (sender + (distance & (2 * step - 1))) % size == rank:
+                            came.append((to, sender, data))
+            self._passing[rank] = {step: msgspec.msgpack.encode(came) for step, came in moved.items()}
+        return self._passing[rank][(rank - source) % size]
+
+
+class _Stop(Exception):
+    pass
+
+
+class CollectiveRecorder:
+    """A transport on which a rank goes as far as collectives are known, and leaves what it has for the next one."""
+
+    def __init__(self, rank: int, world_size: int, known: Sequence[Any]) -> None:
+        self.rank, self.world_size, self._known = rank, world_size, iter(known)
+        self.left: Any = None
+
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """What all give, or the value is left."""
+        for known in self._known:
+            return cast("bytes", known)
+        self.left = value
+        raise _Stop
+
+    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
+        """What comes here, or all that goes out is left."""
+        for known in self._known:
+            return cast("list[tuple[int, bytes]]", known[self.rank])
+        self.left = dict(outgoing)
+        raise _Stop
+
+
+class Played:
+    """A recovery of a job, all of whose ranks have given what they have."""
+
+    def __init__(self, ranks: int) -> None:
+        self.job, self.size = PlayedJob(ranks), ranks
+        reader = msgspec.msgpack.Decoder(Overview)
+        self._overviews = Merged([reader.decode(one) for one in self._left([])], or_)
+        seen = msgspec.msgpack.encode(self._overviews.of(0, ranks))
+        self._exchanged = Exchanged(dict(enumerate(self._left([seen]))))
+        came: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in range(ranks)}
+        for source, held in self._exchanged.sent.items():
+            for to, data in held.items():
+                came[to].append((source, data))
+        self._digests = Merged(list(self._left([seen, came])), or_)
+
+    def _left(self, known: Sequence[Any]) -> Iterator[Any]:
+        for rank in range(self.size):
+            transport = CollectiveRecorder(rank, self.size, known)
+            try:
+                self.job.planned(rank, self.job.findings(rank, transport), partial(self._leave, transport))
+            except _Stop:
+                yield transport.left
+
+    @staticmethod
+    def _leave(transport: CollectiveRecorder, own: Digest) -> Digest:
+        transport.left = own
+        raise _Stop
+
+    def real(self, rank: int, turns: int) -> dict[str, Any]:
+        """One rank: the CPU of the fastest of some turns, for others use the machine too."""
+        times = list[tuple[float, float]]()
+        for _ in range(turns + 1):  # the first one makes what arrives
+            transport = PlayedTransport(rank, self.size, [self._overviews, self._exchanged, self._digests])
+            inventory = PlayedInventory(self.job.rows(rank), self.job.operators(rank), transport)
+            begun_s = time.thread_time()
+            found = inventory.gather(self.job.job)
+            found_s = time.thread_time()
+            self.job.planned(rank, found, partial(_together, transport))
+            times.append((found_s - begun_s, time.thread_time() - found_s))
+        traffic = transport.traffic
+        return {
+            "rank": rank, "inventory_s": min(one for one, _ in times[1:]), "plan_s": min(one for _, one in times[1:]),
+            "messages": traffic.messages, "bytes": traffic.received_bytes, "peers": len(traffic.peers),
+            "network_s": traffic.seconds,
+        }  # fmt: skip
+
+
+def _together(transport: PlayedTransport, own: Digest) -> Digest:
+    return merged(transport, own, Digest, or_)
+
+
+def main() -> int:
+    """Exit code 1 where a rank takes more than it may."""
+    return BENCHMARK.run(__doc__, measured, report, is_within)
+
+
+class IterationNumbers:
+    """What ranks compare and add: as many numbers on each, whatever they are."""
+
+    def __init__(self, count: int) -> None:
+        self._data = np.array([16, *[0] * count], np.int64).tobytes()
+
+    def heard(self, rank: int, source: int, size: int) -> bytes:
+        """As `Merged.heard`."""
+        return self._data
+
+
+def iteration(rank: int, ranks: int, counts: int) -> dict[str, Any]:
+    """What the one message of an iteration asks of a rank.
+
+    Args:
+        rank: The real one.
+        ranks: How many there are.
+        counts: Token counts that are added up, beside what is said of copies and pieces.
+    """
+    transport = PlayedTransport(rank, ranks, [])
+    transport.now = IterationNumbers(16 + counts)
+    begun_s = time.thread_time()
+    transport.least_and_total([0] * 16, [0] * counts)
+    traffic = transport.traffic
+    return {"cpu_s": time.thread_time() - begun_s, "messages": traffic.messages, "bytes": traffic.received_bytes}
+
+
+def is_within(result: dict[str, Any]) -> bool:
+    """Whether no rank of any job takes more CPU or bytes than it may."""
+    ranks = [one for job in result["jobs"] for one in job["ranks"]]
+    return all(one["inventory_s"] + one["plan_s"] <= MOST_CPU_S and one["bytes"] <= MOST_BYTES for one in ranks)
+
+
+def measured(turns: int, quick: bool) -> dict[str, Any]:
+    """All sizes; quick: the two smallest."""
+    return {"jobs": [job(ranks, turns) for ranks in (list(SIZES)[:2] if quick else SIZES)]}
+
+
+def job(ranks: int, turns: int) -> dict[str, Any]:
+    """The rank at the root of the tree, one half way down, the last one, and one that is new.
+
+    Args:
+        ranks: Of the job.
+        turns: How often each is measured.
+    """
+    played = Played(ranks)
+    chosen = (0, ranks // 4, ranks // 2, ranks - 1)
+    messages = {name: iteration(0, ranks, counts) for name, counts in COUNTS.items()}
+    return {"size": ranks, "ranks": [played.real(rank, turns) for rank in chosen], "iteration": messages}
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """The page."""
+    lines = [
+        "# The control plane by the number of ranks",
+        "",
+        f"Made by `benchmarks/control_plane.py --write`; all is in `benchmarks/results/{BENCHMARK.data.name}`.",
+        "",
+        f"Measured {where(result)}.",
+        "",
+        "A node of a DeepSeek-V3 job is lost; all other ranks have parked, and keep a window of 6 iterations with 2"
+        " replicas, and logs. The real code of a rank runs, from the rows of its stores to its plan; what the other"
+        " ranks give was made by the same code before. Rank 0 is the root of the tree of collectives, the third of each"
+        " job is one of the lost. Network: the sum of what the messages to that rank take, each 50 us and 3 GB/s.",
+        "",
+        "## Inventory and plan",
+        "",
+        row("ranks", "rank", "CPU inventory, ms", "CPU plan, ms", "messages", "kB received", "peers", "network, ms"),
+        rule(8),
+    ]
+    for one in result["jobs"]:
+        for rank in one["ranks"]:
+            times = (f"{1e3 * rank[name]:.1f}" for name in ("inventory_s", "plan_s"))
+            kilobytes, network = f"{rank['bytes'] / 1e3:.1f}", f"{1e3 * rank['network_s']:.2f}"
+            lines.append(row(one["size"], rank["rank"], *times, rank["messages"], kilobytes, rank["peers"], network))
+    lines += ["", f"Allowed: {1e3 * MOST_CPU_S:.0f} ms of CPU and {MOST_BYTES / 1e3:.0f} kB on any rank.", ""]
+    lines += [
+        "## Before",
+        "",
+        "At 25f9a56c each rank got the rows of all, parsed them, and planned for all: the same rows, in the same way.",
+        "",
+        row("ranks", "CPU inventory, ms", "CPU plan, ms", "kB received"),
+        rule(4),
+    ]
+    lines += [row(ranks, *(f"{figure:.0f}" for figure in figures)) for ranks, figures in BEFORE.items()]
+    lines += ["", "## The message of an iteration", "", "On rank 0, which has the most of it.", ""]
+    lines += [row("ranks", "message", "messages", "kB received", "CPU, ms"), rule(5)]
+    for one in result["jobs"]:
+        for name, told in one["iteration"].items():
+            figures = f"{told['bytes'] / 1e3:.1f}", f"{1e3 * told['cpu_s']:.2f}"
+            lines.append(row(one["size"], name, told["messages"], *figures))
+    calls = "`tests/unit/pretrain/test_store_calls.py`"
+    return [*lines, "", f"What nodes and ranks ask of the store while they meet is counted by {calls}."]
+
+
+if __name__ == "__main__":
+    start(main)
