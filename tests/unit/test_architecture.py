@@ -157,8 +157,9 @@ ROWS = {
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
     "benchmarks": Row(
-        "types ports policy storage replication megatron_state replay snapshot runtime strategies config boot_clock",
-        "megatron.core numpy nvidia_resiliency_ext stock_trainer torch",
+        "types ports policy storage replication megatron_state replay recovery snapshot runtime strategies config"
+        " boot_clock",
+        "megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch",
         "hugging_face simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
