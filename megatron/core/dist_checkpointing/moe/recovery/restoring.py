@@ -393,9 +393,7 @@ class RestoreTask:
         if not alone:
             return Replay(replay, steps, len(own), tolerance)
         compared = dict(self._resumed.compared) if self._resumed is not None else {}
-        return Replay(
-            replay, steps, len(own), tolerance, members=members, unlogged=lacked_here, compared=compared
-        )
+        return Replay(replay, steps, len(own), tolerance, members=members, unlogged=lacked_here, compared=compared)
 
     def close(self) -> None:
         """Let go of all of them but the late ones."""
