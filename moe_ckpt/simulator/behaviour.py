@@ -16,8 +16,8 @@ class RecoveryCost:
     """What one fault costs, from the moment it strikes until training is again where it was.
 
     The parts are those of a timeline that a job writes of a recovery. detect_s: until all that have to know do.
-    restart_s: of processes, with their model. rendezvous_s: until all ranks are connected. inventory_s: until they
-    know what all of them hold. load_s: of the state.
+    restart_s: of processes, with their model. rendezvous_s: until all ranks are connected. load_s: of the state,
+    with the inventory, which takes milliseconds for any number of ranks (decision 087).
     replay_s: of `iterations_again`, the whole iterations since the state that was loaded. lost_tokens: input tokens
     whose updates an average MoE layer has lost for good, so that over the tokens of the planned training they are
     MoC eq. 7's proportion. from_storage: memory held no complete copy any more. refill_s: until the memory of what
@@ -34,7 +34,6 @@ class RecoveryCost:
     from_storage: bool = False
     refill_s: float = 0.0
     rendezvous_s: float = 0.0
-    inventory_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,7 +49,7 @@ class RecoveryCost:
     @property
     def down_s(self) -> float:
         """Seconds until the replay begins."""
-        return self.detect_s + self.restart_s + self.rendezvous_s + self.inventory_s + self.load_s
+        return self.detect_s + self.restart_s + self.rendezvous_s + self.load_s
 
     @property
     def parts(self) -> dict[str, float]:
@@ -59,7 +58,6 @@ class RecoveryCost:
             "detect": self.detect_s,
             "restart": self.restart_s,
             "rendezvous": self.rendezvous_s,
-            "inventory": self.inventory_s,
             "fetch": self.load_s,
             "replay": self.replay_s,
         }

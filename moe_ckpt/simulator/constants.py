@@ -34,7 +34,7 @@ class Constants:
     detect_s. cold_launch_s: tear down, replace the node, start all processes, import, build the model. connect_s: until
     a rank has its connections, for each rank of the job. store_requests_per_s: that the one server of the store answers
     while ranks meet. meeting_polls_per_s: of these that ranks make while they wait for the last one. Neither is counted
-    where it is 0. inventory_s: until a rank knows what all hold, for each rank of the job. comeback: how processes come
+    where it is 0. comeback: how processes come
     back, see `COMEBACKS`. restart_s: of launch and connections together, where that is known; None: from these.
     local_restart_s: replace the node and connect it, while all others wait. restarts_all: every fault restarts all
     ranks, as torchrun does, also those that go on from where they stood; so a fault in a recovery always begins it
@@ -61,7 +61,6 @@ class Constants:
     connect_s: float = 0.003
     store_requests_per_s: float = 0.0
     meeting_polls_per_s: float = 0.0
-    inventory_s: float = 0.0
     comeback: str = "cold"
     restart_s: float | None = None
     local_restart_s: float = FOUND["fitted"]["local_restart_s"]
@@ -108,10 +107,6 @@ class Constants:
             linear_s += ranks / self.meeting_polls_per_s
         return linear_s if self.restart_s is None else min(linear_s, self.restart_s)
 
-    def gather_s(self, ranks: int) -> float:
-        """Until each rank of a job of `ranks` knows what all hold in memory."""
-        return self.inventory_s * ranks
-
     @property
     def knows_restart(self) -> bool:
         """Whether a restart was measured or given, so that seconds of a recovery are a prediction."""
@@ -151,7 +146,6 @@ THIS_PROJECT = replace(
     upload_slowdown=FOUND["fitted"]["upload_slowdown"],
     store_requests_per_s=30_000.0,
     meeting_polls_per_s=20_000.0,
-    inventory_s=0.36e-3,
 )
 """Predictions of runs with this project. What was fitted to another software and cluster and does not show on this one
 (that copies slow training) is not taken over: decision 091."""

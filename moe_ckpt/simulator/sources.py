@@ -34,7 +34,6 @@ CONSTANTS = {
     "connect_s": ("published", "MegaScale (NSDI 2024) 3.5: under 5 s for 2,048 GPUs, under 30 s for more than 10,000"),
     "store_requests_per_s": ("measured", "one TCPStore, decision 083; 4 requests of each node"),
     "meeting_polls_per_s": ("measured", "that ranks make while they meet: a limit of this project, decision 083"),
-    "inventory_s": ("measured", "CPU time per rank of `catalogue`, see tests/unit/ettr/test_evidence.py"),
     "comeback": ("given", "--restart-mode"),
     "restart_s": ("given", "--restart, or a job's timelines by --from"),
     "local_restart_s": (

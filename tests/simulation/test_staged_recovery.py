@@ -128,38 +128,6 @@ def test_a_second_kill_while_others_park_restart_or_replay_is_survived(step: int
         assert twice
 
 
-@pytest.mark.parametrize("step", [pytest.param(83, id="sample"), pytest.param(5, id="full", marks=full)])
-@pytest.mark.parametrize(("first", "other"), [(0, 6), (2, 7), (7, 0)])
-def test_a_replay_goes_on_where_it_is_while_a_stage_apart_from_it_loses_a_rank(
-    first: int, other: int, step: int, when: dict[int, int]
-) -> None:
-    stood, went_on = first ^ 1, 0
-    for event in range(1, 1000, step):
-        job = Staged(stages=4, notice_s=0.0)  # else the replay may be over before the launcher calls all off
-
-        def strike(rank: int, now: Event, job: Staged = job, event: int = event) -> bool:
-            assert job.job is not None
-            if rank == stood and job.seen.parked and now.number == struck_at(job, stood) + event:
-                job.job.world.kill(other)
-            return (rank, now.number) == (first, when[4])
-
-        job.run(event, should_crash=strike)
-        if any((start, rank) == (1, stood) for start, rank, _ in job.seen.outcomes):
-            break  # the first recovery was over
-        again = [iteration for _, rank, iteration in job.seen.iterations if rank == stood]
-        starts = {start for start, rank, _ in job.seen.iterations if rank == stood}
-        assert len(again) == len(set(again)), (event, job.seen.iterations)
-        went_on += len(starts) > 1
-    assert went_on
-
-
-def struck_at(job: Staged, rank: int) -> int:
-    """How many events a rank had seen when the first start ended."""
-    assert job.job is not None
-    trace = job.job.world.trace[: job.job.starts[0].events_until] if job.job.starts else []
-    return max((event.number for event in trace if event.rank == rank), default=0)
-
-
 def again(rank: int, number: int) -> Callable[[int, Event], bool]:
     """Kills a rank at a later event of its own too."""
     return lambda who, event: who == rank and event.number == number

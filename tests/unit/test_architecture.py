@@ -126,7 +126,7 @@ ROWS = {
     f"{TOOLS}.simulator": Row(f"{VALUES} config extensions.lossy policy strategies"),
     # The driver, and drills that start it.
     DRIVER: Row(
-        "errors boot_clock replication core_versions megatron_state standby",
+        "errors boot_clock replication core_versions megatron_state runtime standby",
         "megatron.core megatron.training numpy prometheus_client psutil tokenizers torch transformer_engine",
         "megatron_core",
         also=f"{ENGINE} {ENGINE}.stock",
@@ -303,12 +303,13 @@ def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
         assert not [test for test in tests if "session is" in test], name
 
 
-PRIVATE_ACCESSES = 94
+PRIVATE_ACCESSES = 103
 """Of tests, mostly hooks that change a running job from within; lower it when one goes. Two came with the probes of a
 rank that is slow to accept, and one with the state of a rendezvous that is cut off: neither shows anywhere else.
 Two are of the job with standbys, whose ranks say where their weights lie; two of a GPU that spins as torch aborts. Ten
 take a wait out of the code, or ask the device as a survivor does: on the asynchronous device they must show. Five give
-a recovery drawn inventories, and ask what it takes of them."""
+a recovery drawn inventories, and ask what it takes of them. Nine are of waits of a start that time out, and of buffers
+of DeepEP and graphs, which their packages keep to themselves."""
 
 
 def test_tests_reach_into_privates_nowhere_new() -> None:

@@ -88,11 +88,6 @@ class SystemSetting:
         return self.constants.meet_s(topology.world_size, topology.ranks_per_node)
 
     @property
-    def inventory_s(self) -> float:
-        """Until all ranks know what the others hold."""
-        return self.constants.gather_s(self.job.topology.world_size)
-
-    @property
     def stage_restart_s(self) -> tuple[float, float]:
         """Until what replaces the ranks of some stages runs, and until it is connected with all others."""
         return (self.launch_s, self.meet_s) if self.constants.restarts_all else (self.constants.local_restart_s, 0.0)
@@ -151,9 +146,8 @@ class SystemSetting:
             replay_s,
             iterations,
             from_storage=from_storage,
-            refill_s=constants.detect_s + sum(self.stage_restart_s) + self.inventory_s + load_s,
+            refill_s=constants.detect_s + sum(self.stage_restart_s) + load_s,
             rendezvous_s=self.meet_s,
-            inventory_s=self.inventory_s,
         )
 
     def rewind(self, iteration: int, interval: int, latency: int, load_s: float) -> RecoveryCost:

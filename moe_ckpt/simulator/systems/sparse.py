@@ -263,9 +263,8 @@ class _Recovery:
             self._load_s,
             seconds,
             window + again,
-            refill_s=constants.detect_s + sum(setting.stage_restart_s) + setting.inventory_s + self._load_s,
+            refill_s=constants.detect_s + sum(setting.stage_restart_s) + self._load_s,
             rendezvous_s=meet_s,
-            inventory_s=setting.inventory_s,
         )
 
     def meet(self, ongoing: Nodes, nodes: Nodes) -> bool:

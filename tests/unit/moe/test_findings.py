@@ -317,7 +317,7 @@ def test_each_rank_plans_from_its_own_as_it_would_from_everything(strategy: str,
 
 
 def test_what_is_drawn_leads_to_all_kinds_of_recoveries() -> None:
-    plans = [compared(World("full", seed), True) for seed in range(40)]
+    plans = [compared(World("full", seed), True) for seed in range(120)]
     assert {plan.scope.value for plan in plans if plan} >= {"local", "global"} and None in plans
     assert any(plan.roll_forward for plan in plans if plan)
 

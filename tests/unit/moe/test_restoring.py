@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPla
 def test_state_that_no_copy_gives_is_nan_after_a_recovery_and_never_what_it_was() -> None:
     live = torch.ones(8)
     restorer = LiveRestorer((), lambda recast: None, derived=[live])
-    ports: Any = SimpleNamespace(transport=SimpleNamespace(rank=0), restorer=restorer, kept=KeptState(), clock=None)
+    transport = SimpleNamespace(rank=0, exchange=lambda messages: ())
+    ports: Any = SimpleNamespace(transport=transport, restorer=restorer, kept=KeptState(), clock=None)
     plan = RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), ())
     RestoreTask(ports, plan, (), Topology(1)).restore()
     assert bool(live.isnan().all())

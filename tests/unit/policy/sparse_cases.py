@@ -104,6 +104,9 @@ class Memory:
     tiers: Tiers
     storage: bool = False
 
+    def behind(self, _: int) -> str:
+        return ""
+
     def protect(self, task: SnapshotTask) -> None: ...
 
     def protect_again(self, task: SnapshotTask) -> None: ...

@@ -124,7 +124,7 @@ def test_a_node_asks_for_its_number_and_for_where_workers_meet_by_a_few_calls(no
 def test_a_rank_gathers_the_values_of_all_by_a_few_calls(ranks: int) -> None:
     store, found = asked(ranks, lambda store, rank: gathered_by_store(store, "values", rank, ranks, [rank], 30.0))
     assert found == [[[rank] for rank in range(ranks)]] * ranks
-    assert store.calls.total() <= 4 * ranks + 4
+    assert store.calls.total() <= 5 * ranks + 4  # one of a rank says that it waits, for whoever names those who do not
 
 
 @pytest.fixture
