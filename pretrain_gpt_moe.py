@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str], *, recover_only: bool = False) -> int:
     """Train with these flags; exit code: 0 done or left as asked, 1 failed, 2 flags or inputs that cannot work.
 
-    recover_only: whether training ends, with a checkpoint, once it has come back to where it goes on.
+    recover_only: whether training ends, with a checkpoint, once it has come back to where it continues.
     """
     return run(argv, parts(), recover_only=recover_only)
 

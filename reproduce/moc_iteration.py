@@ -1,4 +1,4 @@
-"""An iteration of MoC-System's simulations (6.2.4): passes, snapshots and what goes on to storage."""
+"""An iteration of MoC-System's simulations (6.2.4): passes, snapshots and what goes to storage."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _shape(experts: int, hidden_size: int) -> ModelShape:
 
 @dataclass(frozen=True)
 class MocIterationCost:
-    """Seconds of one iteration with a checkpoint, and the bytes that go on to storage.
+    """Seconds of one iteration with a checkpoint, and the bytes that go to storage.
 
     exchange_s is the part of forward_backward_s in which experts exchange tokens between nodes.
     """

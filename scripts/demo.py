@@ -1,4 +1,4 @@
-"""Faults that cost nothing: train, kill a worker with SIGKILL, see training go on in place, compare every loss.
+"""Faults that cost nothing: train, kill a worker with SIGKILL, see training continue in place, compare every loss.
 
 In Megatron-LM's own loop, first with the whole state copied to memory in each iteration, then with a part of it.
 """

@@ -62,7 +62,7 @@ class Mutation:
         path = root / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {self.old!r} {text.count(self.old)} times: write it anew")
+            raise ValueError(f"{self.name}: {self.file} has {self.old!r} {text.count(self.old)} times: write it again")
         path.write_text(text.replace(self.old, self.new))
 
 
@@ -74,7 +74,7 @@ def mutations(path: Path = MUTATIONS) -> list[Mutation]:
     ]
     for one in found:
         if (ROOT / one.file).read_text().count(one.old) != 1:
-            raise ValueError(f"{one.name}: {one.file} does not have {one.old!r} once: write it anew")
+            raise ValueError(f"{one.name}: {one.file} does not have {one.old!r} once: write it again")
     return found
 
 

@@ -100,7 +100,7 @@ def _row(run: DemoRun, reference: DemoRun) -> str:
 
 _PAGE = """# Accuracy after faults, by strategy
 
-Made by `python examples/accuracy/accuracy.py`; `--quick` for a short look. Written anew by each run.
+Made by `python examples/accuracy/accuracy.py`; `--quick` for a short look. Written again by each run.
 
 The demo model (GPT-MoE with 4 layers, 8 experts, top 2; PP=2 x EP=2 in 4 processes on CPU) is trained for {iterations}
 iterations of 2048 bytes of Python's standard library. Four times a process gets SIGKILL and torchrun restarts the job:

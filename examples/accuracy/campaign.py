@@ -4,7 +4,7 @@
 
 A small GPT-MoE is trained from each seed without faults, and with the same SIGKILLs under each strategy; torchrun
 restarts the job each time. The last checkpoint then answers questions about text that no training saw (`tasks.py`).
-Every run is kept under .data/accuracy as it ends, and not run again: what was cut off goes on where it was. With all
+Every run is kept under .data/accuracy as it ends, and not run again: what was cut off continues where it was. With all
 runs there, docs/results gets the page, its figures and its picture.
 """
 
@@ -274,7 +274,7 @@ SIGKILL and torchrun restarts the job: {points}
 {table}
 
 - Lost tokens: share of all routed tokens whose updates experts lost (MoC eq. 7). Validation loss: nats per byte.
-- Cloze: which of four words of the same length goes on (25 % by chance); original: which of two texts has not had two
+- Cloze: which of four words of the same length continues (25 % by chance); original: which of two texts has not had two
   words swapped (50 % by chance); {questions} questions of each, from the last twentieth of the corpus, which is not
   trained on, answered by likelihood.
 - Off: mean over seeds of the difference to the fault-free run of the same seed, ± half of its 95 % confidence interval.

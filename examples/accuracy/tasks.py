@@ -1,6 +1,6 @@
 """Two downstream tasks from text that training never saw: the last twentieth of the standard library's sources.
 
-Cloze: which of four words of the same length goes on at the end of a text. Original: which of two texts is as someone
+Cloze: which of four words of the same length continues at the end of a text. Original: which of two texts is as someone
 wrote it, where the other has two of its words swapped. Both are answered by likelihood, and by chance in 25 % and 50 %
 of the cases. All texts are bytes, and the same for every model.
 """

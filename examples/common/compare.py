@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     undisturbed, killed = read(arguments.undisturbed), read(arguments.killed)
     found = list(recoveries(killed.log))
-    print("\n".join(found) or "Nothing was recovered: there was no fault, or the run was started anew.")
+    print("\n".join(found) or "Nothing was recovered: there was no fault, or the run was started again.")
     print(f"{len(killed.steps)} iterations run, {killed.again} of them again; loss at the end {killed.end:.2f}")
     if arguments.lossy is None:
         verdict, good = exact(undisturbed, killed)

@@ -73,7 +73,7 @@ def refuse_half_installed() -> None:
             said = " ".join(str(error).split())
             sys.stderr.write(
                 f"{package} is half installed: importing {module} fails with {type(error).__name__}: {said}; install it"
-                f" anew for this machine's CUDA and torch, or uninstall it\n"
+                f" again for this machine's CUDA and torch, or uninstall it\n"
             )
             raise SystemExit(UNUSABLE) from None
 

@@ -19,4 +19,4 @@ class InvalidInput(PretrainError):
 
 
 class TrainingFailure(PretrainError):
-    """Training cannot go on; raised where it is noticed, which may be one rank only."""
+    """Training cannot continue; raised where it is noticed, which may be one rank only."""

@@ -65,5 +65,5 @@ class _Lasting(io.FileIO):
             if self.fileno() != 2:
                 who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
                 with contextlib.suppress(OSError):
-                    os.write(2, f"{who}nobody reads standard output any more: the job goes on without it\n".encode())
+                    os.write(2, f"{who}nobody reads standard output any more: the job continues without it\n".encode())
             return memoryview(data).nbytes

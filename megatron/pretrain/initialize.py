@@ -69,7 +69,7 @@ def shut_down() -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)
-    # Scales of all modules that ran once, which Transformer Engine would go on to reduce over groups that are gone.
+    # Scales of all modules that ran once, which Transformer Engine would continue to reduce over groups that are gone.
     scales = sys.modules.get("transformer_engine.pytorch.quantization")
     if scales is not None:
         scales.FP8GlobalStateManager.reset()

@@ -83,8 +83,8 @@ def _check_flags(options: argparse.Namespace) -> None:
 def _refuse_fewer_nodes(options: argparse.Namespace, is_elastic: bool) -> None:
     if options.nnodes.least < options.nnodes.most and not is_elastic:
         raise InvalidInput(
-            f"--nnodes {options.nnodes}: a job goes on with fewer nodes only as --moe-ckpt-elastic MIN:MAX allows; give"
-            f" that flag, or --nnodes {options.nnodes.most}"
+            f"--nnodes {options.nnodes}: a job continues with fewer nodes only as --moe-ckpt-elastic MIN:MAX allows;"
+            f" give that flag, or --nnodes {options.nnodes.most}"
         )
 
 

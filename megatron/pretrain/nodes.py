@@ -69,7 +69,7 @@ def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: st
 
     Returns:
         0, the exit code of an agent that failed, or 128 + N when signal N ended this process. Also 0 once an agent has
-        ended well whose ranks left a verdict (`VERDICT_FILE`): no other node can go on then, whatever it says.
+        ended well whose ranks left a verdict (`VERDICT_FILE`): no other node can continue then, whatever it says.
     """
     host, _, port = endpoint.rpartition(":")
     store = bound_store(host, int(port))

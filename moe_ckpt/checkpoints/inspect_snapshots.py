@@ -33,7 +33,7 @@ from .slots import Slot, slots
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 _WINDOWS = "iterations | kind | snapshots:count | of:count | state | copies:count | size:bytes | age:seconds | job"
 _OPERATORS = "operator | part | size:bytes | iteration:count | ranks | held by | copies:count"
-_LOSSES = "fault after:count | went on from:count | lost tokens:count | PLT MoC:share | PLT PEC:share | MLT:share"
+_LOSSES = "fault after:count | continued from:count | lost tokens:count | PLT MoC:share | PLT PEC:share | MLT:share"
 _SLOTS = "node | job | local rank:count | area | owner | size:bytes | sealed:count | torn:count | being written:count"
 
 
@@ -119,7 +119,7 @@ def _newest(states: Iterable[SealedCopy]) -> SealedCopy:
 
 
 def _losses(survey: MemorySurvey) -> Losses | None:
-    """Of the timeline that a recovery would go on with."""
+    """Of the timeline that a recovery would continue with."""
     states = _of_states(survey)
     if not states:
         return None
@@ -179,7 +179,7 @@ def _protection(whole: StoredState | None, survey: MemorySurvey) -> str:
 
 def _timeline(newest: StoredSnapshot) -> str | None:
     led = newest.timeline
-    return f"attempt {len(led)}, {led[-1][0]}, which went on after iteration {led[-1][1]}" if led else None
+    return f"attempt {len(led)}, {led[-1][0]}, which continued after iteration {led[-1][1]}" if led else None
 
 
 def _age_s(holdings: Iterable[SealedCopy], now_s: float) -> float | None:

@@ -27,7 +27,7 @@ Open = Callable[[SnapshotId], Reader]
 
 _COLUMNS = "tensor | dtype | shape | size:bytes | min:number | max:number | mean:number | std:number | non-finite:count"
 _HELD_BYTES = 256_000_000
-"""Snapshots in memory are let go of after so many bytes, so that a running job gets its segments back soon."""
+"""Snapshots in memory are release after so many bytes, so that a running job gets its segments back soon."""
 
 _BLOCK = 1 << 22
 """Elements that are looked at together, so that a tensor takes little more memory than its own."""

@@ -197,7 +197,7 @@ def _gc_item(folder: Path, held: Sequence[Slot], limits: GcLimits) -> GcItem:
     if fresh:
         return item.kept(fresh)
     if left.newest is not None or left.unread:
-        return item.kept(f"a restart of the job can go on from it; --ended {job} if there will be none")
+        return item.kept(f"a restart of the job can continue from it; --ended {job} if there will be none")
     return item
 
 

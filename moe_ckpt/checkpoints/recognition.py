@@ -39,7 +39,7 @@ DENSE_VERSION = 1
 """Newest version of torch_dist that is read; PARTIAL_BACKEND_VERSION marks iterations with some of the experts."""
 
 UNSUPPORTED = "in a format that is not supported: load it with what saved it and save with --ckpt-format torch_dist"
-"""What a checkpoint is that is no torch_dist of Megatron, to go on after "X is"."""
+"""What a checkpoint is that is no torch_dist of Megatron, to continue after "X is"."""
 
 _OWN_FILES = {INDEX, FORMAT, COMMON, CHAIN, INTEGRITY}
 

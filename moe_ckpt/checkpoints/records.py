@@ -12,7 +12,7 @@ from moe_ckpt.dense.integrity import Advance
 from .location import Finding
 
 BATCH_BYTES = 1 << 26
-"""So many bytes are read before a snapshot is let go of: the job that owns its memory may need that meanwhile."""
+"""So many bytes are read before a snapshot is release: the job that owns its memory may need that meanwhile."""
 
 
 def verify_records(store: Store | SlotReader, manifest: Manifest, path: str, advance: Advance) -> tuple[Finding, ...]:

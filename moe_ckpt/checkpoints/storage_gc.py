@@ -44,7 +44,7 @@ from .records import verify_records
 _KEEP_FLAG = "--moe-ckpt-persist-keep"
 
 _JobKind = tuple[dict[str, Json], Json]
-"""Parallel layout and strategy: what a job can go on from is of the same."""
+"""Parallel layout and strategy: what a job can continue from is of the same."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:
     try:
         name = read_tracker(root)
         if name is not None and not (root / name).is_dir():
-            name = read_tracker(root)  # a job that runs may have gone on, and removed what was named before
+            name = read_tracker(root)  # a job that runs may have continued, and removed what was named before
     except UnreadableCheckpoint as error:
         return None, (Finding(str(path), str(error)),)
     if name is None:

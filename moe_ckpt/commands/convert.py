@@ -42,7 +42,7 @@ takes memory for one piece of a tensor, and no job:
 
 \b
     $ moe-ckpt convert --to dense run/checkpoints run/dense
-    $ scripts/train_cpu.sh --load run/dense ...          # goes on from there
+    $ scripts/train_cpu.sh --load run/dense ...          # continues from there
 
 No single snapshot of a sparse window in storage is a whole state, so the job is started once more, on the CPU and with
 as many processes as it had ranks. They recover the state, replay the iterations of the window with the recorded flags
@@ -266,7 +266,7 @@ def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flag
         own = ["--device", "cpu", "--save", str(out.absolute()), "--moe-ckpt-replicas", "0"]
         # Training ends where it was recovered, and saves there; it evaluates nothing.
         own += ["--save-interval", str(10**9), "--eval-iters", "0"]
-        # No iteration but those of a replay is run, so random states of a GPU go on unchanged: nothing is inexact.
+        # No iteration but those of a replay is run, so random states of a GPU continue unchanged: nothing is inexact.
         own += ["--moe-ckpt-reshard", "inexact", "--moe-ckpt-take-over", "any"]
         # The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to.
         alone = persist_dir.copied_to(Path(view), source.snapshots)

@@ -32,7 +32,8 @@ Jobs tidy up after themselves. What they leave is what a killed one could not fr
               an older state; what was never sealed. --keep-last N states stay, by default as many as the job was told.
     --save    what a save or a conversion left unfinished, and with --keep-last N older iterations. Those that hold
               experts for a kept one stay.
-    memory    jobs without a process on this node. Where snapshots are left, a restart of the job can go on from them,
+    memory    jobs without a process on this node. Where snapshots are left, a restart of the job can continue from
+    them,
               so they go only with --ended JOB.
 
 Never freed are: anything of a running job, which is known by its processes in memory, and elsewhere by something

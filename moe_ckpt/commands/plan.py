@@ -250,7 +250,8 @@ def _snapshots(found: PlannedJob) -> Table:
 
 
 def _experts(found: PlannedJob) -> Table:
-    """A row for each snapshot and layer: its experts, those that peers are sent, and those that went on to storage."""
+    """A row for each snapshot and layer: its experts, those that peers are sent, and those that continued to
+    storage."""
     rows = (
         (taken.plan.iteration, layer, *([one.expert for one in sorted(kind) if one.layer == layer] for kind in kinds))
         for taken in found.turn

@@ -22,7 +22,7 @@ complete iterations are signed. The file of the secret is named by MOE_CKPT_SECR
     $ moe-ckpt sign pretrained/
 
 Each file is compared with the checksums that the checkpoint came with, if it came with any; then its integrity file is
-written anew. Nothing else is changed. An iteration that has the signature already is verified.
+written again. Nothing else is changed. An iteration that has the signature already is verified.
 
 Exit codes: 0 all are signed; 1 one is damaged, or signed with another secret; 2 wrong usage, such as no secret.
 """

@@ -100,7 +100,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _allowed_names() -> dict[tuple[str, str], Callable[..., Any]]:
-    # Made anew for each file: what a file does to these classes ends with it.
+    # Made again for each file: what a file does to these classes ends with it.
     names: dict[tuple[str, str], Callable[..., Any]] = {
         (module, name): type(name, (_PickledClass,), {}) for module, found in _RECORDS.items() for name in found
     }

@@ -130,7 +130,7 @@ def _open_part(directory: Path, chain: Chain, iteration: int) -> DenseCheckpoint
     try:
         found = read_chain(folder)
         if found is None or found.marks.get(iteration) != chain.marks[iteration]:
-            raise UnreadableCheckpoint("it was saved anew, by another run or after going back")
+            raise UnreadableCheckpoint("it was saved again, by another run or after going back")
         return open_dense(folder)
     except UnreadableCheckpoint as error:
         raise UnreadableCheckpoint(f"{needed}, but: {error}") from error

@@ -23,7 +23,7 @@ COMMON = "common.pt"
 """What is the same on all ranks; since Megatron-Core 0.17 an object in the shards instead."""
 
 RELEASE: Final = "release"
-"""Folder of a checkpoint that goes on from no iteration, and what the tracker says of it."""
+"""Folder of a checkpoint that continues from no iteration, and what the tracker says of it."""
 
 SHARD_SUFFIX = ".distcp"
 

@@ -100,8 +100,8 @@ class PartialSaves:
 
 
 def after_loading(chain: Chain) -> Chain:
-    """The chain to go on from when its iteration was loaded: what experts learned since their copies is gone, so that
-    nothing of it is unsaved any more."""
+    """The chain to continue from when its iteration was loaded: what experts learned since their copies is gone, so
+    that nothing of it is unsaved any more."""
     return replace(chain, unsaved={layer: (0,) * len(row) for layer, row in chain.unsaved.items()})
 
 

@@ -165,7 +165,7 @@ class DrillJob:
         while not until():
             self._note_progress()
             if self._process.poll() not in (None, 0):
-                raise self._failed(f"ended with exit code {self._process.returncode} while it had to go on")
+                raise self._failed(f"ended with exit code {self._process.returncode} while it had to continue")
             if self._process.poll() == 0:
                 return
             if time.monotonic() - max(since_s, self._progress_s) > self.plan.patience_s:

@@ -66,8 +66,8 @@ LONGEST = 500
 
 @dataclass(frozen=True)
 class StockCosts:
-    """Seconds: of an iteration, of a checkpoint as training feels it, from a fault until training goes on, and how much
-    longer the first checkpoint after a start takes."""
+    """Seconds: of an iteration, of a checkpoint as training feels it, from a fault until training continues, and how
+    much longer the first checkpoint after a start takes."""
 
     iteration_s: float
     checkpoint_s: float

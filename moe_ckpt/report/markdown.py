@@ -15,7 +15,7 @@ def as_markdown(report: Report, made_by: str) -> str:
         report: The report.
         made_by: The command that makes the page, for its first line.
     """
-    lines = [f"# {report.title}", "", f"Made by `{made_by}`. Written anew by each run.", ""]
+    lines = [f"# {report.title}", "", f"Made by `{made_by}`. Written again by each run.", ""]
     lines += [f"- {fact.name}: {shown(fact.value, fact.unit)}" for fact in report.facts]
     lines += [""] if report.facts else []
     for table in report.tables:

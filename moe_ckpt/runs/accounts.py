@@ -42,8 +42,8 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class Stop:
-    """Training stopped and went on: a fault, or a restart. after: the newest iteration before it. resumed: behind which
-    it went on. recovery: None where a checkpoint was loaded. what: was struck, where a drill says it."""
+    """Training stopped and continued: a fault, or a restart. after: the newest iteration before it. resumed: behind
+    which it continued. recovery: None where a checkpoint was loaded. what: was struck, where a drill says it."""
 
     after: int
     resumed: int
@@ -165,7 +165,7 @@ class Run:
 
 
 def _stops(log: RunLog) -> Iterator[Stop]:
-    """At each start but the first, at each recovery, and where iterations begin anew without either."""
+    """At each start but the first, at each recovery, and where iterations begin again without either."""
     iterations, replayed = log.columns["iteration"], log.columns["replayed"]
     starts = {start.at: start for start in log.starts[1:]} if log.starts else {}
     recoveries: dict[int, RecoveryRecord] = {}
@@ -251,7 +251,8 @@ def _add_iteration(
         spent["again"] += length_s
         return
     stall_s = min(max(0.0, _or_zero(columns["stall_s"][at])), length_s)
-    # Of copies that went on beside the passes of this iteration. A noisy machine gives negative ones too, which count.
+    # Of copies that continued beside the passes of this iteration. A noisy machine gives negative ones too, which
+    # count.
     slowed_s = _or_zero(columns["slowed_s"][at]) if columns["snapshot_bytes"][at] > 0 else 0.0
     spent["stall"] += stall_s
     spent["slowed"] += slowed_s

@@ -67,7 +67,7 @@ def _protection(run: Run) -> Iterator[Recommendation]:
     why = f" Reason: {reason}." if reason else ""
     what_to_do = "the log of the rank that is named there says more" if reason else "the job's log says why"
     if not reason and run.stops:
-        why, what_to_do = " After a recovery copies are counted anew.", "nothing, if it is soon protected again"
+        why, what_to_do = " After a recovery copies are counted again.", "nothing, if it is soon protected again"
     yield Recommendation(
         "bad" if state == "unprotected" else "warn", f"{state.capitalize()} in memory{which}.{why} To do: {what_to_do}."
     )
@@ -123,7 +123,7 @@ def _stops(run: Run) -> Iterator[Recommendation]:
     loaded = [stop for stop in run.stops if stop.recovery is None]
     if loaded:
         yield Recommendation(
-            "note", f"{len(loaded)} of {len(run.stops)} stops went on without a recovery from snapshots."
+            "note", f"{len(loaded)} of {len(run.stops)} stops continued without a recovery from snapshots."
         )
     startless = [recovery for recovery in run.log.recoveries if not recovery.is_whole]
     if startless:

@@ -229,7 +229,7 @@ def is_well(found: JobStatus, now_s: float, silent_s: float) -> bool:
 def _trouble(one: RankStatus, now_s: float, silent_s: float) -> tuple[str, str]:
     """What is less than it should be, and why; empty where all is well."""
     if not one.is_alive:
-        return "ended", "its process has ended; a restart of the job goes on from what lies here"
+        return "ended", "its process has ended; a restart of the job continues from what lies here"
     if one.at_s - now_s > silent_s:
         return "clock", f"its clock is {one.at_s - now_s:.0f} s ahead of this one: when it said something is not known"
     if now_s - one.at_s > silent_s:

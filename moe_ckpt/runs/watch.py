@@ -1,4 +1,4 @@
-"""Serves the page on localhost while jobs run, made anew when their files have grown."""
+"""Serves the page on localhost while jobs run, made again when their files have grown."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ class Behaviour:
         overhead_s: Mean seconds that checkpoints add to an iteration now.
         expected_recovery_s: E[R], mean seconds from a fault of one node, at any moment, until training is where it was.
         recover: What a fault costs, from (iteration, nodes to recover, nodes whose memory is empty).
-        joint: Whether a recovery under way has to begin anew, from (nodes of it, nodes of the new fault); None: always,
+        joint: Whether a recovery under way has to begin again, from (nodes of it, nodes of the new fault); None:
+        always,
             because it takes the whole job.
         k_share: Share of each layer's experts in a snapshot now; 1 where all are.
         lost_tokens: That all faults so far have cost, as `RecoveryCost.lost_tokens` counts them.

@@ -68,7 +68,7 @@ class Links:
             size: Bytes that each rank sends, evenly over the group.
             spread: Where the ranks of the group lie.
         """
-        # What comes to a node once goes on from there to all ranks of it that have experts for it.
+        # What comes to a node once continues from there to all ranks of it that have experts for it.
         within = spread.ranks if spread.copies is None else spread.inside
         local_s = (spread.inside - 1) / within * size / self.intra_bytes_per_s
         return (spread.ranks - 1) * self.latency_s + max(local_s, self.all_to_all_network_s(size, spread))

@@ -37,8 +37,8 @@ class Constants:
     where it is 0. comeback: how processes come
     back, see `COMEBACKS`. restart_s: of launch and connections together, where that is known; None: from these.
     local_restart_s: replace the node and connect it, while all others wait. restarts_all: every fault restarts all
-    ranks, as torchrun does, also those that go on from where they stood; so a fault in a recovery always begins it
-    anew. frozen_saves: share of an operator's work that is saved while it is frozen.
+    ranks, as torchrun does, also those that continue from where they stood; so a fault in a recovery always begins it
+    again. frozen_saves: share of an operator's work that is saved while it is frozen.
 
     MoC:
     pec_floor: share of the experts in a snapshot at first. pec_slowdown: share by which a snapshot of this size in each

@@ -5,7 +5,7 @@ iteration is copied and replicated during the one after it. So before `plan(t)` 
 
     counted(t - 1)                    what was routed
     settled(plan of t - 2), measured  that all replicas are there, and what that cost
-    persistent(plan of t - 2)         what of it goes on to storage, which it has reached at once
+    persistent(plan of t - 2)         what of it goes to storage, which it has reached at once
     throughput_measured                             how fast copies are
 
 `Driver` makes these calls for the simulator and for `moe-ckpt plan`, with costs and counts that they expect. Nothing
@@ -62,7 +62,7 @@ class SettledSnapshot:
     """A snapshot that has settled.
 
     stored: the strategy with what it had to remember then. persisted: what of it, and of the snapshots that it
-    completes, went on to storage.
+    completes, continued to storage.
     """
 
     plan: SnapshotPlan
@@ -119,13 +119,13 @@ class Driver:
         yield from self._settle(last)
 
     def fork(self) -> Driver:
-        """Another driver that goes on from here by itself."""
+        """Another driver that continues from here by itself."""
         other = copy.copy(self)
         other.strategy = copy.copy(self.strategy)
         return other
 
     def recovered(self) -> RecoveryPlan:
-        """Lose the iteration under way and the newest snapshot, which is still being copied, and go on from the one
+        """Lose the iteration under way and the newest snapshot, which is still being copied, and continue from the one
         before, by the strategy's own plan on one rank. Right after another recovery nothing is being copied."""
         newest = self.iteration - self._has_news
         usable = tuple(plan for plan in self._plans if plan.iteration <= newest)
@@ -172,7 +172,7 @@ class Driver:
         return settled
 
     def _settle(self, last: int) -> list[SettledSnapshot]:
-        """All ranks have sealed the snapshots up to `last`, and have in storage what goes on to it."""
+        """All ranks have sealed the snapshots up to `last`, and have in storage what continues to it."""
         settled = []
         for taken in self._waiting:
             if taken.plan.iteration <= last:

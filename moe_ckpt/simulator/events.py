@@ -189,7 +189,8 @@ class _Running:
         return self._behaviour.iteration_s + self._behaviour.overhead_s
 
     def _slow_down(self, fault: Fault) -> None:
-        """What was not trained while a node was slow, at most since training went on last, is part of the recovery."""
+        """What was not trained while a node was slow, at most since training continued last, is part of the
+        recovery."""
         if self._recoveries or not fault.slow_s:
             return
         slow_s = min(fault.slow_s, self._now_s - self._resumed_s)

@@ -71,7 +71,7 @@ class Cluster:
 class TokenDispatch:
     """How tokens come to their experts.
 
-    overlaps: computation of another microbatch goes on meanwhile (Megatron's --overlap-moe-expert-parallel-comm).
+    overlaps: computation of another microbatch continues meanwhile (Megatron's --overlap-moe-expert-parallel-comm).
     once_per_node: a token crosses to a node once for all of its experts there (DeepEP). nodes_per_token: at most;
     None: any number. Raises UsageError for a limit below 1.
     """

@@ -79,11 +79,11 @@ def _lead(argv: Sequence[str]) -> int:
             return 0
         except NodeExcluded as error:
             sys.stderr.write(f"{error}\n")
-            return NODE_LEAVES  # the others go on
+            return NODE_LEAVES  # the others continue
         except SignalException as stop:
             code = 128 + stop.sigval
         except (ChildFailedError, RendezvousError) as error:
-            # The other nodes may go on.
+            # The other nodes may continue.
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
             return 1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a chain of jobs that run one after another, for clusters that do not requeue: each goes on where the one before
+# Submits a chain of jobs that run one after another, for clusters that do not requeue: each continues where the one before
 # was stopped, and when training has ended those that are left are cancelled. Jobs of one name are one chain.
 #
 #   scripts/slurm/chain.sh 7 --job-name=run-12 --nodes=5 --time=24:00:00 scripts/slurm/train.sbatch --save ... --load ...

@@ -160,7 +160,7 @@ decide() {
 
 # Leaves the rest to the next run of this job, or to the next job of the chain, and ends with this exit code there.
 go_on() {
-    [ "$MOE_CKPT_ON_STOP" = requeue ] || end "$1" "$2; the next job of the chain goes on"
+    [ "$MOE_CKPT_ON_STOP" = requeue ] || end "$1" "$2; the next job of the chain continues"
     say "$2; requeued"
     leave
     trap '' TERM

@@ -1,6 +1,6 @@
 """What the nodes of a job do when the node with its batch script is gone, where they meet: they have it requeued.
 
-Slurm does not: with `--no-kill` it lets the job go on, and nothing is left that could decide.
+Slurm does not: with `--no-kill` it lets the job continue, and nothing is left that could decide.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Trainer:
         self.values, self.random = dict(scalars), bytes(tensors["torch"])
 
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
-        """Nothing is made anew but state of operators."""
+        """Nothing is made again but state of operators."""
         return ""
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:

@@ -1,4 +1,5 @@
-"""What tests of capture and restore do inside workers: snapshot a training model, go on, come back, write down facts.
+"""What tests of capture and restore do inside workers: snapshot a training model, continue, come back, write down
+facts.
 
 Each rank leaves a JSON file; the tests judge what is in them.
 """

@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 def struck_when_sealed(memory: str, iteration: int, copies: int) -> Iterator[None]:
     """A rank kills itself only when `copies` snapshots of `iteration` are sealed in the memory of all nodes.
 
-    Snapshots are sealed and replicated in background threads while training goes on, so the newest iteration that a
+    Snapshots are sealed and replicated in background threads while training continues, so the newest iteration that a
     recovery finds depends on how busy the machine is; with this it does not.
     """
     from megatron.core.dist_checkpointing.moe.runtime import faults

@@ -17,7 +17,7 @@ from stock_trainer import Trainer, after_training, instead_of_training
 
 
 def state_of(state: Any) -> dict[str, torch.Tensor]:
-    """All that training in eight bits goes on from, by name: payloads, scales, histories, weights and transposes."""
+    """All that training in eight bits continues from, by name: payloads, scales, histories, weights and transposes."""
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import pieces_in_blocks, quantization_tensors
 
     found = {one.key: one.tensor for one in tensors_of(state)} | dict(quantization_tensors(state.chunks))

@@ -50,7 +50,7 @@ def counted(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def killed_at(folder: str, rank: int, place: str) -> Iterator[None]:
-    """SIGKILL for `rank`, once in the job, where it parks, begins anew, sends what others need, or waits for them."""
+    """SIGKILL for `rank`, once in the job, where it parks, begins again, sends what others need, or waits for them."""
     owner, name = _PLACES[place]()
     original, marker = getattr(owner, name), Path(folder) / f"struck-{rank}-{place.replace(' ', '-')}"
 

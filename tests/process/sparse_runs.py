@@ -85,12 +85,12 @@ class Run:
 
     @property
     def replays(self) -> list[list[dict[str, Any]]]:
-        """The reports of each replay; one that was cut short and the one that began anew are two."""
+        """The reports of each replay; one that was cut short and the one that began again are two."""
         found: list[list[dict[str, Any]]] = []
         for before, report in itertools.pairwise([{"iteration": 0}, *self.reports]):
             if report.get("replayed"):
-                goes_on = before.get("replayed") and report["iteration"] == before["iteration"] + 1
-                found += [] if goes_on else [[]]
+                continues = before.get("replayed") and report["iteration"] == before["iteration"] + 1
+                found += [] if continues else [[]]
                 found[-1].append(report)
         return found
 

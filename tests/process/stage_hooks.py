@@ -180,7 +180,7 @@ class Alone(Frozen):
         return ""
 
     def lost(self, stages: tuple[int, ...], moments: list[Moment], after: Moment) -> dict[str, Any]:
-        """These stages lose everything, run the iterations again alone in two ways, and then all go on together."""
+        """These stages lose everything, run the iterations again alone in two ways, and then all continue together."""
         ranks = [rank for stage in stages for rank in self.topology.stage_ranks(stage)]
         before, found = Counter(self.done), dict[str, Any]()
         self.replayed_iterations = 0

@@ -1,4 +1,4 @@
-"""Snapshots of real models, taken while training goes on: right to the last bit, and enough to go back to."""
+"""Snapshots of real models, taken while training continues: right to the last bit, and enough to go back to."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_poisoned_state_is_restored_to_the_last_bit(seen: Seen, parts: str) ->
         assert restored_bytes == expected_bytes > 0
 
 
-def test_training_goes_on_from_a_restored_snapshot_as_it_did_before(seen: Seen) -> None:
+def test_training_continues_from_a_restored_snapshot_as_it_did_before(seen: Seen) -> None:
     for facts in seen.ranks:
         iterations = facts["iterations"]
         first, again = iterations[BEFORE_SNAPSHOT : BEFORE_SNAPSHOT + CAPTURES], iterations[-CAPTURES:]

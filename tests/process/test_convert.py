@@ -59,7 +59,7 @@ def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
 
 
-def test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_goes_on_from_it(
+def test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_continues_from_it(
     source: Source, train: Train, tmp_path: Path
 ) -> None:
     before = sorted(source.storage.rglob("*"))

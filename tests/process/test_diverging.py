@@ -43,7 +43,7 @@ def test_the_window_of_a_replay_that_diverged_is_passed_by_and_a_checkpoint_load
     assert "the loss" in diverged.said and "recorded was" in diverged.said
     assert any("all stages from iteration" in line and "gave the loss" in line for line in last.lines), last.said
     assert any("successfully loaded checkpoint" in line and "at iteration 6" in line for line in last.lines), last.said
-    assert any("training goes on from iteration 6: those up to" in line for line in last.lines), last.said
+    assert any("training continues from iteration 6: those up to" in line for line in last.lines), last.said
     assert_identical(run, fault_free(one))
 
 

@@ -68,7 +68,7 @@ def test_a_reduced_recipe_ends_as_without_its_fault(example: str, corpus: str, t
 
 @pytest.mark.full
 @pytest.mark.timeout(LONGEST_S + 60)
-def test_an_accuracy_campaign_trains_asks_and_goes_on_where_it_was(corpus: str, tmp_path: Path) -> None:
+def test_an_accuracy_campaign_trains_asks_and_continues_where_it_was(corpus: str, tmp_path: Path) -> None:
     kept, results = tmp_path / "runs", tmp_path / "results"
     command = [sys.executable, str(EXAMPLES / "accuracy" / "campaign.py"), "--tiny", "--seeds", "1"]
     command += ["--scratch", str(kept), "--results", str(results), "--only", "full"]

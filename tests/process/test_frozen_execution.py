@@ -113,7 +113,7 @@ def test_active_operators_come_out_as_in_training_and_frozen_ones_are_untouched(
         assert {name: found for name, found in facts["differences"].items() if found} == {}
 
 
-def test_training_goes_on_after_a_thaw_as_if_nothing_had_been_frozen(seen: Seen) -> None:
+def test_training_continues_after_a_thaw_as_if_nothing_had_been_frozen(seen: Seen) -> None:
     for facts in seen.ranks:
         assert facts["thawed"] == []
         assert facts["twice"] == []

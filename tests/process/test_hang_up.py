@@ -52,7 +52,7 @@ def test_without_hanging_up_the_third_rank_waits_for_the_end_of_the_second(
 
 @pytest.mark.ci
 def test_only_connected_tcp_sockets_are_closed() -> None:
-    """In a process of its own: a listener and a local pair go on, a connection does not."""
+    """In a process of its own: a listener and a local pair continue, a connection does not."""
     code = """
 import socket
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import close_connections

@@ -1,4 +1,4 @@
-"""Nodes that are sick and ranks that hang, on real processes: the job goes on without them, to the same last bit."""
+"""Nodes that are sick and ranks that hang, on real processes: the job continues without them, to the same last bit."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_second_loss_before_all_stand_together_is_survived(
 
 
 @pytest.mark.parametrize(("nth", "phase"), [pytest.param(1, "after step", marks=full), (2, "before step")])
-def test_a_loss_in_the_replaying_stage_begins_its_replay_anew(
+def test_a_loss_in_the_replaying_stage_begins_its_replay_again(
     nth: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
     one = case(TWO, "2@10:step")

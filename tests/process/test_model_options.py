@@ -72,7 +72,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("option", cases(OPTIONS, fast=("experts spread over tensor ranks",), full=ELSEWHERE))
-def test_a_model_trains_and_goes_on_from_its_checkpoint_with(option: str, train: Train, tmp_path: Path) -> None:
+def test_a_model_trains_and_continues_from_its_checkpoint_with(option: str, train: Train, tmp_path: Path) -> None:
     layout, text = OPTIONS[option]
     path, save = tmp_path / "metrics.jsonl", tmp_path / "save"
     common = (*text.split(), "--save", str(save), "--load", str(save), "--metrics-jsonl", str(path))

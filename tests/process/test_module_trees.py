@@ -48,7 +48,7 @@ FULL, SPARSE = ("full", "--moe-ckpt-interval", "2"), ("sparse", "--moe-ckpt-wind
         pytest.param(AHEAD, FULL, id="mtp-full", marks=pytest.mark.full),
     ],
 )
-def test_a_killed_job_of_another_module_tree_goes_on_to_the_last_bit(
+def test_a_killed_job_of_another_module_tree_continues_to_the_last_bit(
     loop: Path, strategy: tuple[str, ...], cluster: Cluster
 ) -> None:
     first, second = (attempt(cluster, loop, "--moe-ckpt-strategy", *strategy) for _ in range(2))

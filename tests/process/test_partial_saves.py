@@ -160,7 +160,7 @@ ALL_STALE = ["model weights", "master weights", "exp_avg", "exp_avg_sq"]
         pytest.param(ALONE, APART, MOMENTS, False, ALL_STALE[2:], id="replicated moments", marks=pytest.mark.full),
     ],
 )
-def test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand(
+def test_a_resumed_run_continues_as_if_the_stale_experts_had_been_put_in_by_hand(
     layout: Layout,
     model: list[str],
     way: list[str],
@@ -248,7 +248,7 @@ def test_loading_says_for_each_layer_how_stale_its_experts_are(live: tuple[Path,
 
 
 @pytest.mark.ci
-def test_a_resumed_run_goes_on_with_the_rotation(saved: Saved, train: Train, save: Path) -> None:
+def test_a_resumed_run_continues_with_the_rotation(saved: Saved, train: Train, save: Path) -> None:
     train(ALONE, *BF16, *EACH, *IN_TURN, "--save", save, "--exit-interval", 3)
     resumed = ["--save", save, "--load", save, "--exit-interval", 5]
     train(ALONE, *BF16, *EACH, *IN_TURN, *resumed)
@@ -269,7 +269,7 @@ def test_a_merged_export_is_what_loading_makes_of_the_chain_and_stock_loads_it(
 
 
 @pytest.mark.full
-def test_training_goes_on_from_a_converted_chain_as_from_the_chain_itself(
+def test_training_continues_from_a_converted_chain_as_from_the_chain_itself(
     saved: Saved, train: Train, tmp_path: Path
 ) -> None:
     parts, converted = saved(PLAIN, *IN_TURN), tmp_path / "converted"

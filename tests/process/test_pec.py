@@ -106,7 +106,7 @@ def _recovery(start: int, planned: dict[str, Any], table: Outcome) -> Recovery:
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens per layer that one recovery lost, and all that the state lacks with which training went on after it."""
+    """Tokens per layer that one recovery lost, and all that the state lacks with which training continued after it."""
 
     lost: tuple[int, ...]
     so_far: int
@@ -184,7 +184,7 @@ IN_TURN, BY_LOAD = Case(FOUR), Case(FOUR, ("--moe-ckpt-pec-selection", "load-awa
 WEIGHTS_ONLY = Case(TWO, ("--moe-ckpt-pec-scope", "weights", "--bf16"), faults=FAULTS[:2])
 MOMENTS_ONLY = Case(TWO, ("--moe-ckpt-pec-scope", "optimizer", "--bf16"), faults=FAULTS[:2])
 UNBOUNDED = Case(TWO, stored=False, faults=FAULTS, lost=())
-# What memory and storage have left can be older than where an earlier recovery went on.
+# What memory and storage have left can be older than where an earlier recovery continued.
 STORED = Case(TWO, faults=FAULTS, lost=(1, 3))
 BY_RISK = Case(TWO, ONE_OF_EACH_RANK, stored=False, faults=FAULTS, lost=(), strategy=SELECTIVE)
 BY_RISK_FROM_PEERS = Case(TWO, FEWER_SENT, stored=False, lost=(0, 1, 2), strategy=SELECTIVE)

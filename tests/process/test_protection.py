@@ -51,7 +51,7 @@ def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move
 
 
 @pytest.mark.ci
-def test_a_fault_before_the_first_snapshot_begins_anew_with_the_same_result(
+def test_a_fault_before_the_first_snapshot_begins_again_with_the_same_result(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
     straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
@@ -75,7 +75,7 @@ def test_faults_at_every_phase_of_the_step_lose_nothing(cluster: Cluster, train:
     assert_same_end(straight, killed)
 
 
-def test_when_all_memory_is_lost_training_goes_on_from_persistent_storage(
+def test_when_all_memory_is_lost_training_continues_from_persistent_storage(
     cluster: Cluster, train: Train, tmp_path: Path
 ) -> None:
     straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)

@@ -160,10 +160,10 @@ def test_strict_training_ends_with_the_reason_when_storage_fails(run: Run, stora
     assert "Traceback" not in outcome.said
 
 
-def test_training_goes_on_when_storage_fails_and_says_so(run: Run, storage: Path) -> None:
+def test_training_continues_when_storage_fails_and_says_so(run: Run, storage: Path) -> None:
     outcome = run(*durable(storage), hooks=(partial(storage_vanishes, str(storage), 3),))
     assert set(outcome.codes) == {0}, outcome.said
-    assert any("was NOT persisted" in line and "training goes on" in line for line in outcome.warnings)
+    assert any("was NOT persisted" in line and "training continues" in line for line in outcome.warnings)
 
 
 @pytest.mark.ci

@@ -138,7 +138,7 @@ def test_a_renewal_without_all_ranks_ends_in_time_and_names_who_is_missing(facts
         assert facts[rank]["killed"]["renewal_s"] < 3 * TIMEOUT_S
 
 
-def test_training_goes_on_beside_replication_even_while_a_peer_is_waited_for(facts: list[dict[str, Any]]) -> None:
+def test_training_continues_beside_replication_even_while_a_peer_is_waited_for(facts: list[dict[str, Any]]) -> None:
     for rank in SURVIVORS:
         *_, silent, renewed, killed = facts[rank]["rounds of training"]
         assert min(silent, killed) > 10

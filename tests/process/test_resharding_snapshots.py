@@ -28,7 +28,7 @@ BIAS = (
     "--moe-router-enable-expert-bias"
 ).split()
 ASKED = ["--moe-ckpt-take-over", "any"]
-"""Each job here goes on from what one with another id stored."""
+"""Each job here continues from what one with another id stored."""
 FULL = ["--moe-ckpt-strategy", "full", "--moe-ckpt-interval", 1, "--moe-ckpt-persist-interval", 1, *ASKED]
 
 
@@ -187,7 +187,7 @@ def test_every_bit_comes_back_under_another_layout(
 
 
 @pytest.mark.ci
-def test_training_goes_on_as_from_a_dense_checkpoint_of_the_same_state(
+def test_training_continues_as_from_a_dense_checkpoint_of_the_same_state(
     stored: Stored, memory: list[object], train: Train, tmp_path: Path
 ) -> None:
     folder, layout = stored(TIED, train), Layout(tp=2, pp=1, ep=2)

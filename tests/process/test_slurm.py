@@ -209,11 +209,11 @@ def test_a_requeued_job_that_asked_for_it_finds_the_memory_of_its_last_run(play:
 
 
 @pytest.mark.ci
-def test_a_chain_goes_on_after_each_job_and_ends_with_the_training(play: Play) -> None:
+def test_a_chain_continues_after_each_job_and_ends_with_the_training(play: Play) -> None:
     chain = ("--", "scripts/slurm/chain.sh", "3", "--job-name=run", "--nodes=3", TRAIN)
     code, said = play.run("--stop", "1", *chain, runs=(("waiting",), ("trained",), ("trained",)))
     assert code == 0, said
-    assert "job 1: time was up; the next job of the chain goes on" in said
+    assert "job 1: time was up; the next job of the chain continues" in said
     assert "job 2 starts" in said
     assert "job 3 starts" not in said
     assert "requeued" not in said
@@ -690,7 +690,7 @@ def test_a_lost_node_and_a_requeue_leave_every_loss_and_the_last_checkpoint_as_t
         limit_s=2 * HANG_TIMEOUT_S, MOE_CKPT_PYTHON=sys.executable, OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert code == 0, said
-    assert "is lost; node-0 and the others go on" in said
+    assert "is lost; node-0 and the others continue" in said
     assert said.count("recovered iteration") == 1, said
     assert "job 1 is requeued" in said
     assert said.count("successfully loaded checkpoint") == 1, said

@@ -28,7 +28,7 @@ def loaded(outcome: Outcome, iteration: int) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("nth", "phase"), [(1, "after step"), (2, "before step")])
-def test_a_fault_in_the_middle_of_a_replay_begins_it_anew(
+def test_a_fault_in_the_middle_of_a_replay_begins_it_again(
     nth: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:
     hook = partial(killed_in_replay, str(tmp_path), 0, nth, phase)

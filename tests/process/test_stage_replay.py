@@ -168,7 +168,7 @@ def test_the_other_stages_run_nothing_and_keep_what_they_have(seen: Seen) -> Non
             assert found["others"] == []
 
 
-def test_training_goes_on_together_as_if_nothing_had_been_lost(seen: Seen) -> None:
+def test_training_continues_together_as_if_nothing_had_been_lost(seen: Seen) -> None:
     assert all(found["rejoined"] == [] for _, _, _, found in seen.losses())
 
 

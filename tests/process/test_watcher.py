@@ -48,7 +48,7 @@ def test_a_rank_inside_a_call_parks_within_seconds_of_the_death_of_its_peer(
     assert [event["iteration"] for event in parked] == [AT - 1], run.outcomes[0].said
     assert PATIENCE_S < parked[0]["at_s"] - died["at_s"] < SEALED_WITHIN_S, run.outcomes[0].said
     # What an aborted kernel leaves is garbage: nothing more was computed with it.
-    assert not events(tmp_path, "went on")
+    assert not events(tmp_path, "continued")
     said = run.outcomes[0].said
     assert "rank 0: peer failure: rank 1 closed its connection; the main thread is blocked in stand" in said
     assert_only_replayed(run, PAIR, [[1]])
@@ -72,7 +72,7 @@ def test_ranks_inside_a_call_park_within_seconds_of_sigterm(cluster: Cluster, tm
     assert sorted((event["rank"], event["iteration"]) for event in parked) == [(0, AT - 1), (1, AT - 1)], outcome.said
     assert max(event["at_s"] for event in parked) - told_s < SEALED_WITHIN_S
     assert "told to end by SIGTERM; the main thread is blocked in stand" in outcome.said
-    assert not events(tmp_path, "went on")
+    assert not events(tmp_path, "continued")
     again = cluster.world.start(argv, PAIR.ranks, [hook], [environment] * PAIR.ranks).wait()
     assert set(again.codes) == {0}, again.said
     assert f"recovered iteration {AT - 1} exactly" in again.said

@@ -208,7 +208,7 @@ def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wron
     ],
 )
 @pytest.mark.full
-def test_a_job_that_a_copy_of_a_standby_goes_on_with_ends_in_the_state_of_one_without_faults(
+def test_a_job_that_a_copy_of_a_standby_continues_with_ends_in_the_state_of_one_without_faults(
     strategy: str,
     layout: Layout,
     launch: Launch,

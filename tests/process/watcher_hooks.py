@@ -43,7 +43,7 @@ def standing(folder: str, iteration: int, ranks: tuple[int, ...], victim: int | 
             if self.iteration + 1 == iteration and not own.exists():
                 if rank in ranks:
                     stand(own)
-                    note(folder, "went on", rank)
+                    note(folder, "continued", rank)
                 elif rank == victim:
                     while not all((Path(folder) / f"stood-{other}").exists() for other in ranks):
                         time.sleep(0.01)

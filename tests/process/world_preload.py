@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.pretrain import warm_up
 from megatron.pretrain.testing import cpu_device
 
-# Megatron-Core asks for its device while it is imported; the driver installs the mapping anew for each job.
+# Megatron-Core asks for its device while it is imported; the driver installs the mapping again for each job.
 with cpu_device.installed():
     pass
 warm_up.warm_up_flags()

@@ -50,7 +50,7 @@ class Told:
     outcomes: list[tuple[int, RecoveryOutcome]] = field(default_factory=list)
     recovered: set[int] = field(default_factory=set)
     reports: dict[int, ProtectionReport] = field(default_factory=dict)
-    began_anew: int = 0
+    began_again: int = 0
     unusable: int = 0
     replayed: list[tuple[int, range]] = field(default_factory=list)
     coordinators: dict[int, Coordinator] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Rank:
         self._make_room()
 
     def main(self) -> None:
-        """Recover or begin anew, then train to the end."""
+        """Recover or begin again, then train to the end."""
         ports, simulation = self._ports, self._simulation
         outcome = self._recovered()
         before = outcome.timeline if outcome is not None else ()
@@ -196,7 +196,7 @@ class Rank:
                 load_the_beginning(model)
             recovery.discard()
             self._strategy = STRATEGIES[self._config.strategy](self._job)
-            told.began_anew += self._rank == 0
+            told.began_again += self._rank == 0
             return None
         model.iteration = outcome.plan.target
         if simulation.recovered is not None and ports.start not in told.recovered:

@@ -74,7 +74,7 @@ class Seen:
     replayed: list[tuple[int, int, range]] = field(default_factory=list)
     waited: list[tuple[int, int]] = field(default_factory=list)
     rolled: list[tuple[int, int]] = field(default_factory=list)
-    anew: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     parked: list[tuple[int, int, int | None, str]] = field(default_factory=list)
     iterations: list[tuple[int, int, int]] = field(default_factory=list)
@@ -163,7 +163,7 @@ class StagedRank:
         ports.standby.resize([*self._parker.sizes(), *plan.sizes(MICROBATCHES)])
 
     def main(self) -> None:
-        """Recover or begin anew, then train to the end; park when a peer is lost."""
+        """Recover or begin again, then train to the end; park when a peer is lost."""
         try:
             self._train_on(self._recovered())
         except PeerLost:
@@ -256,10 +256,10 @@ class StagedRank:
             if planned:
                 self._seen.refused.append(ports.start)
             assert planned or (model.iteration == 0 and not model.wrong())
-            model.build_anew()
+            model.build_again()
             recovery.discard()
             self._strategy = STRATEGIES["sparse"](self._job)
-            self._seen.anew.append(ports.start)
+            self._seen.again.append(ports.start)
             return None
         model.iteration = outcome.plan.target
         assert not model.wrong(), (self._rank, outcome.plan, model.wrong(), ports.world.story())

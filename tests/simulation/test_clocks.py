@@ -69,14 +69,14 @@ class History:
     stored: list[tuple[int, Lineage]] = field(default_factory=list)
     starts: int = 0
 
-    def start(self, *, anew: bool = False) -> None:
-        """Recover the newest state, train on, and end somewhere; or begin anew from a checkpoint, as `--load` asks."""
+    def start(self, *, again: bool = False) -> None:
+        """Recover the newest state, train on, and end somewhere; or begin again from a checkpoint, as `--load` asks."""
         recovery = self._recovery()
         plan = recovery.look()
         newest = self.stored[-1] if self.stored else None
         assert (plan.target if plan else None) == (newest[0] if newest else None), self.stored
-        at = plan.target if plan and not anew else 0
-        timeline = continued(() if anew else recovery.timeline, self._name(recovery), at)
+        at = plan.target if plan and not again else 0
+        timeline = continued(() if again else recovery.timeline, self._name(recovery), at)
         for iteration in range(at + 1, at + 1 + self.draw.randrange(5)):
             self._store(iteration, timeline, seals=True)
         if self.draw.random() < 0.3:
@@ -146,7 +146,7 @@ def test_no_history_of_starts_restores_an_older_state_or_frees_the_newest(stripe
         history = History(draw, earlier=draw.choice([0, 0, 1, 3]))
         try:
             for _ in range(draw.randrange(3, 8)):
-                history.start(anew=history.starts >= history.earlier and draw.random() < 0.2)
+                history.start(again=history.starts >= history.earlier and draw.random() < 0.2)
                 if draw.random() < 0.3:
                     history.lose_newest()
                 if draw.random() < 0.4:

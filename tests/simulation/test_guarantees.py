@@ -294,7 +294,7 @@ def test_a_kill_while_a_replica_is_replaced_recovers_from_the_older_one(notice_s
 
         simulation.run(seed, should_crash=lose_the_owner)
         (target,) = {outcome.plan.target for _, outcome in simulation.told.outcomes}
-        assert simulation.told.began_anew == 1, "only the first start begins anew"
+        assert simulation.told.began_again == 1, "only the first start begins again"
         assert target in (newest, newest - config.interval), f"point {point}: {target} instead of {newest}"
         older += target < newest
     assert older > len(points[::step]) // 2
@@ -384,6 +384,6 @@ def test_damaged_copies_never_give_a_wrong_byte(part: int, enough: int) -> None:
             raise
         cases += vandal.cases
         recovered += len(simulation.told.outcomes)
-        fresh += simulation.told.began_anew
+        fresh += simulation.told.began_again
     assert recovered > enough - 10
     assert fresh

@@ -33,7 +33,7 @@ def sparse(window: int | str, **more: object) -> MoECheckpointConfig:
 
 
 def durable(window: int | str, **more: object) -> MoECheckpointConfig:
-    """Windows go on to storage as soon as the one before has been written."""
+    """Windows go to storage as soon as the one before has been written."""
     return sparse(window, persist_dir="disk", persist_interval=1, **more)
 
 

@@ -109,7 +109,7 @@ def on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_seam(name: str) -> Iterator[None]:
-    """The hook of one seam does nothing but go on."""
+    """The hook of one seam does nothing but continue."""
     from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
     from megatron.core.dist_checkpointing.moe.stock.seams import Call
 
@@ -267,7 +267,7 @@ def no_access_to_folder(iteration: int, rank: int) -> Iterator[None]:
 
 
 def digest(args: Any, model: Any, optimizer: Any, scheduler: Any) -> str:
-    """Of all that training goes on from: weights, buffers, optimizer state, schedule, counts, random states."""
+    """Of all that training continues from: weights, buffers, optimizer state, schedule, counts, random states."""
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import (
         is_quantized,
         quantization_tensors,

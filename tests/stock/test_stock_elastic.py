@@ -1,4 +1,4 @@
-"""A job in the stock loop loses a node for good and goes on with fewer data-parallel replicas, or takes one back."""
+"""A job in the stock loop loses a node for good and continues with fewer data-parallel replicas, or takes one back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Elastic:
 
 
 @pytest.fixture
-def goes_on_as_from(new_job, tmp_path: Path) -> Callable[[Shape, int, dict[int, list[str]], int], None]:
+def continues_as_from(new_job, tmp_path: Path) -> Callable[[Shape, int, dict[int, list[str]], int], None]:
     def check(shape: Shape, iteration: int, found: dict[int, list[str]], last: int) -> None:
         """The losses after `iteration` are those of a job that was started in this layout from the same state."""
         reports = tmp_path / f"from-{iteration}"
@@ -77,19 +77,19 @@ def goes_on_as_from(new_job, tmp_path: Path) -> Callable[[Shape, int, dict[int, 
 
 
 @pytest.mark.ci
-def test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_what_is_left(
-    new_job, goes_on_as_from, tmp_path: Path
+def test_a_job_that_loses_a_node_for_good_continues_as_one_that_was_started_with_what_is_left(
+    new_job, continues_as_from, tmp_path: Path
 ) -> None:
     said, found = Elastic(new_job(BOTH).memory, tmp_path, ("--spares", "0"), 6).run()
     assert re.search(r"node-\d lost; continuing with 1 of 2 nodes", said)
     restored = re.search(r"iteration (\d) from layout world_size 2 to world_size 1", said)
     assert restored, said
-    goes_on_as_from(ONE, int(restored[1]), found, 6)
+    continues_as_from(ONE, int(restored[1]), found, 6)
 
 
 @pytest.mark.ci
-def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of_that_size(
-    new_job, goes_on_as_from, tmp_path: Path
+def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_continues_as_one_of_that_size(
+    new_job, continues_as_from, tmp_path: Path
 ) -> None:
     options = ("--spares", "1", "--spare-after-s", "15")
     said, found = Elastic(new_job(BOTH).memory, tmp_path, options, 20, alone_s=1.5).run()
@@ -99,7 +99,7 @@ def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of
     grown = int(left[1])
     assert grown >= 4, "the dense checkpoint of an earlier iteration may be that of two ranks, whose sums differ"
     assert all(len(found[at]) == 1 for at in range(grown + 1, max(found) + 1))
-    goes_on_as_from(BOTH, grown, found, 20)
+    continues_as_from(BOTH, grown, found, 20)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_a_job_that_ends_gives_its_memory_back(new_job, undisturbed) -> None:
 
 
 @pytest.mark.ci
-def test_a_job_that_leaves_at_an_interval_goes_on_from_memory(new_job, undisturbed) -> None:
+def test_a_job_that_leaves_at_an_interval_continues_from_memory(new_job, undisturbed) -> None:
     job = new_job(ALONE)
     job.run(*FULL, "--exit-interval", 4)
     assert job.ran(0) == [1, 2, 3, 4]
@@ -42,7 +42,7 @@ def test_a_job_that_leaves_at_an_interval_goes_on_from_memory(new_job, undisturb
     assert job.records() == undisturbed(ALONE)
 
 
-def test_a_job_that_is_told_to_end_goes_on_from_memory(new_job, undisturbed) -> None:
+def test_a_job_that_is_told_to_end_continues_from_memory(new_job, undisturbed) -> None:
     job = new_job(ALONE)
     running = job.start(*FULL, "--exit-signal-handler")
     log = job.folder / "rank-0.jsonl"

@@ -99,7 +99,7 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
 
 @pytest.mark.parametrize(
     ("shape", "strategy", "faults"),
-    [  # none before a first snapshot can have been sealed, which leaves nothing to go on from, nor once training ends
+    [  # none before a first snapshot can have been sealed, which leaves nothing to go back to, nor once training ends
         pytest.param(FOUR, SPARSE, "1@4:forward-backward 2@5:step 0@6:start", id="sparse, PP=2 x EP=2", marks=full),
         pytest.param(FOUR, "full", "2@4:forward-backward 0@5:step 3@5:end", id="full, PP=2 x EP=2", marks=full),
         pytest.param(
@@ -150,7 +150,7 @@ def test_a_second_fault_at_any_point_of_the_recovery_costs_no_other_rank_its_pro
 
 @full
 @pytest.mark.parametrize(("first", "second"), [("0@5:step", "3@1:rejoin"), ("3@5:forward-backward", "0@1:rejoin")])
-def test_a_replay_goes_on_where_it_is_when_a_stage_apart_from_it_loses_a_rank(
+def test_a_replay_continues_where_it_is_when_a_stage_apart_from_it_loses_a_rank(
     first: str, second: str, new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     job = new_job(DEEP)

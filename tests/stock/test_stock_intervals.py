@@ -55,7 +55,7 @@ def drawn(seed: int) -> list[str]:
         pytest.param("1", SPARSE, [EARLY, LATE], id="1-two-faults", marks=pytest.mark.full),
     ],
 )
-def test_a_job_that_logs_seldom_goes_on_after_its_recovery(
+def test_a_job_that_logs_seldom_continues_after_its_recovery(
     new_job: NewJob, undisturbed: Undisturbed, interval: str, protection: Sequence[str], faults: Sequence[str]
 ) -> None:
     job = new_job(FOUR)
@@ -78,7 +78,7 @@ def test_a_job_that_logs_seldom_goes_on_after_its_recovery(
         pytest.param(FOUR, "full", "1@4:forward-backward 2@5:step", id="full", marks=pytest.mark.full),
     ],
 )
-def test_a_job_that_logs_seldom_goes_on_where_ranks_keep_their_processes(
+def test_a_job_that_logs_seldom_continues_where_ranks_keep_their_processes(
     new_job: NewJob, undisturbed: Undisturbed, shape: Shape, strategy: str, faults: str
 ) -> None:
     job = new_job(shape)
@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_named_with_both_
     hung = [line for line in said.splitlines() if "has trained no iteration for" in line]
     places = {line.partition(" is in ")[2] for line in said.splitlines() if "local rank " in line and " is in " in line}
     assert any("training_log (megatron/training/training.py:" in place for place in places), "\n".join(sorted(places))
-    # The rank that replayed goes on to where all ranks agree on memory for the next window.
+    # The rank that replayed continues to where all ranks agree on memory for the next window.
     assert any("called by room (megatron/core/dist_checkpointing/moe/snapshot/" in place for place in places), hung
     assert job.records() == undisturbed(PAIR)
 

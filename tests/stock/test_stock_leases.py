@@ -65,5 +65,5 @@ def test_what_another_job_stored_is_taken_when_it_is_asked_for(new_job, tmp_path
     first.run(*ended)
     refused = second.run(*ended, codes={2})
     line = refusal(refused, "holds iteration 6 of job")
-    assert f"give --moe-ckpt-take-over stock-{first.memory.name} to go on from it" in line
+    assert f"give --moe-ckpt-take-over stock-{first.memory.name} to continue from it" in line
     assert "recovered iteration 6 " in second.run(*ended, "--moe-ckpt-take-over", "any").said

@@ -57,13 +57,13 @@ def test_learning_rate_and_loss_scale_are_those_that_the_loop_logs(new_job, tmp_
 
 
 @pytest.mark.full
-def test_a_sink_that_cannot_be_opened_is_one_line_and_training_goes_on(new_job) -> None:
+def test_a_sink_that_cannot_be_opened_is_one_line_and_training_continues(new_job) -> None:
     outcome = new_job(ALONE).run("--moe-ckpt-strategy", "none", "--metrics-jsonl", "/dev/null/metrics")
     (line,) = [line for line in outcome.said.splitlines() if "--metrics-" in line]
-    assert "training goes on without any of --metrics-*" in line
+    assert "training continues without any of --metrics-*" in line
 
 
-def test_a_full_disk_under_a_sink_is_one_line_and_training_goes_on(new_job) -> None:
+def test_a_full_disk_under_a_sink_is_one_line_and_training_continues(new_job) -> None:
     outcome = new_job(ALONE).run("--moe-ckpt-strategy", "none", "--metrics-jsonl", "/dev/full")
     (line,) = [line for line in outcome.said.splitlines() if "--metrics-" in line]
     assert "metrics: cannot write --metrics-jsonl: No space left on device; disabled" in line

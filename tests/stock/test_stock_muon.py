@@ -55,7 +55,7 @@ def test_a_killed_job_with_muon_ends_as_the_undisturbed_one_to_the_last_bit(
     job.run(*protection, *fault)
     assert job.records() == undisturbed(shape)
     assert job.ran(1)[0] == 1
-    assert 1 not in job.ran(1)[1:], "nothing begins anew"
+    assert 1 not in job.ran(1)[1:], "nothing begins again"
 
 
 @contextlib.contextmanager

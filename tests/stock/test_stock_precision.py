@@ -62,7 +62,7 @@ def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
 
 
 @pytest.mark.ci
-def test_a_job_that_has_made_no_step_yet_is_saved_and_goes_on_exactly(new_job, undisturbed, tmp_path: Path) -> None:
+def test_a_job_that_has_made_no_step_yet_is_saved_and_continues_exactly(new_job, undisturbed, tmp_path: Path) -> None:
     """Without Transformer Engine core cannot save the counts of an optimizer that was never stepped."""
     job, save = new_job(OVERFLOWING), tmp_path / "save"
     job.run("--save", save, "--save-interval", 2, "--exit-interval", 2)

@@ -104,7 +104,7 @@ def test_replayed_iterations_are_not_logged_again(new_job) -> None:
 
 
 @pytest.mark.ci
-def test_a_job_without_a_strategy_goes_on_from_its_checkpoint_where_core_alone_fails(
+def test_a_job_without_a_strategy_continues_from_its_checkpoint_where_core_alone_fails(
     new_job, undisturbed, tmp_path: Path
 ) -> None:
     """Without Transformer Engine core cannot load into an optimizer that has made no step yet."""
@@ -142,7 +142,7 @@ def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("off_s", [-86_400.0, pytest.param(1e8, marks=pytest.mark.full)], ids=["behind", "ahead"])
-def test_a_start_whose_clock_is_off_goes_on_from_storage_and_so_does_the_one_after_it(
+def test_a_start_whose_clock_is_off_continues_from_storage_and_so_does_the_one_after_it(
     new_job, undisturbed, tmp_path: Path, off_s: float
 ) -> None:
     job = new_job(ALONE)

@@ -43,7 +43,7 @@ def losses(reports: Path) -> dict[int, tuple[float, float]]:
 
 @pytest.fixture
 def resume(new_job, tmp_path: Path) -> Callable[..., Resumed]:
-    """Runs a job to STANDS, and goes on from there with other flags, with what lies in one place."""
+    """Runs a job to STANDS, and continues from there with other flags, with what lies in one place."""
 
     def run(source: str, *flags: object, codes: set[int] | None = None) -> Resumed:
         job: StockJob = new_job(ALONE)

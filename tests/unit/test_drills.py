@@ -344,7 +344,7 @@ def test_a_job_pays_for_the_first_checkpoint_after_each_start() -> None:
     assert reached([25.0], 45.0 + 22.5 + 1.0, costs, 10) == 10 + 11
 
 
-def test_a_fault_during_a_restart_begins_it_anew() -> None:
+def test_a_fault_during_a_restart_begins_it_again() -> None:
     assert reached([25.0, 40.0], 59.0, COSTS, 10) == 20
     assert reached([25.0, 40.0], 63.0, COSTS, 10) == 20 + 3
 

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Metrics:
     """Writes reports on the last rank, which knows the loss; elsewhere it does nothing.
 
-    Of a sink that fails later one line says so, and training goes on. A file that cannot be written, as on a full disk,
-    is tried again; any other trouble leaves the sink out.
+    Of a sink that fails later one line says so, and training continues. A file that cannot be written, as on a full
+    disk, is tried again; any other trouble leaves the sink out.
 
     Raises:
         InvalidInput: A sink needs a package that is not installed.
@@ -60,7 +60,7 @@ class Metrics:
         for sink in list(self._sinks):
             try:
                 action(sink)
-            except Exception as error:  # whatever a board runs into, training goes on
+            except Exception as error:  # whatever a board runs into, training continues
                 if sink not in self._complained:
                     why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
                     log.critical("metrics: cannot write %s: %s; disabled", sink.flag, why)

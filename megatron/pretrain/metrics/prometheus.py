@@ -63,7 +63,7 @@ _BY = {
 
 
 class Prometheus(MetricsSink):
-    """textfile: written anew with each iteration, by a rename, and removed where training ends well: what
+    """textfile: written again with each iteration, by a rename, and removed where training ends well: what
     stays tells of a job that stands. port: served by a thread of its own."""
 
     flag = "--metrics-textfile"

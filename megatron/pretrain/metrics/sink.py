@@ -12,7 +12,7 @@ from megatron.pretrain.metrics.settings import MetricsSettings
 
 
 class MetricsSink(ABC):
-    """One place. Any call but `opened` may raise anything: the sink is then left out, and training goes on."""
+    """One place. Any call but `opened` may raise anything: the sink is then left out, and training continues."""
 
     flag: ClassVar[str]
     """By which users know it."""

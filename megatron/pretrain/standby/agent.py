@@ -39,7 +39,7 @@ class StandbyAgent(VerdictAgent):
     and to new processes where there are too few.
 
     Args:
-        standbys: How many to keep waiting, or one if that can be copied. They are started once training goes on, so
+        standbys: How many to keep waiting, or one if that can be copied. They are started once training continues, so
             that nothing is slower for them, and on a spare node while it waits.
         arguments, options: As of torch's own agent.
     """

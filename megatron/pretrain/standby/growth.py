@@ -1,8 +1,8 @@
 """Nodes that come (back) while training runs wait until it stands at the end of an iteration that is protected.
 
-torch's agents ask their rendezvous whether nodes wait, and start all workers anew as soon as some do. Here the agent of
-each node first puts a file where its workers look after each iteration; they come to an end together, say so in another
-file, and only then the agent hears of the nodes. Where workers do not answer it hears of them all the same.
+torch's agents ask their rendezvous whether nodes wait, and start all workers again as soon as some do. Here the agent
+of each node first puts a file where its workers look after each iteration; they come to an end together, say so in
+another file, and only then the agent hears of the nodes. Where workers do not answer it hears of them all the same.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ STACKS_S = 1.0
 
 
 class NodeExcluded(SignalException):
-    """This node leaves the job, which goes on without it: so torch ends the ranks and keeps the rendezvous open."""
+    """This node leaves the job, which continues without it: so torch ends the ranks and keeps the rendezvous open."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{node_name()} leaves the job: {why}", signal.SIGTERM)

@@ -44,7 +44,7 @@ class StandbyNotice:
     def heeded(self, refill: Callable[[], None]) -> Iterator[None]:
         """In this block another thread calls `refill` again and again once the script is known to take slots.
 
-        Where that fails a line says so, and standbys are started once training goes on.
+        Where that fails a line says so, and standbys are started once training continues.
         """
         is_over = threading.Event()
 

@@ -124,7 +124,7 @@ def _time_parts(time: TimeSpent, *, is_measured: bool) -> Iterator[tuple[str, fl
         "passes, by concurrent copies" + ("" if is_measured else ": no warm pass without a copy yet"),
     )
     yield "recomputed", time.again_s, "iterations that were run before"
-    yield "stopped", time.stopped_s, "by faults, until training went on"
+    yield "stopped", time.stopped_s, "by faults, until training continued"
     yield "other", time.other_s, "between iterations: evaluation, data, the first start"
 
 
@@ -195,7 +195,7 @@ def _change(before: tuple[float, float], now: tuple[float, float]) -> str:
         changes.append(f"window of {_whole(now[0])} in place of {_whole(before[0])} iterations")
     if now[1] != before[1]:
         again = now[1] < before[1] or math.isnan(before[1])
-        changes.append("counting begins anew with another attempt" if again else "experts in a new order of popularity")
+        changes.append("another attempt counts from 0" if again else "experts in a new order of popularity")
     return ", ".join(changes)
 
 

@@ -41,7 +41,7 @@ def _stop(at: int, stop: Stop, *, is_open: bool) -> str:
     title = f"<h3>{at}. After iteration {stop.after:,}{escape(what)}</h3>"
     recovery = stop.recovery
     if recovery is None:
-        return f"{title}<p>Training went on behind iteration {stop.resumed:,}, from a checkpoint or anew.</p>"
+        return f"{title}<p>Training continued behind iteration {stop.resumed:,}, from a checkpoint or again.</p>"
     bar = stacked([(name, length_s, duration(length_s)) for name, length_s in recovery.parts.items()], recovery.total_s)
     rows = [
         (

@@ -100,7 +100,8 @@ class Gemini:
 class TorchDistSystem:
     """Megatron-Core's distributed checkpoints, in the interval that Daly's estimate gives.
 
-    asynchronous: training waits for the snapshot and goes on while it is uploaded. interval: iterations; None: Daly's.
+    asynchronous: training waits for the snapshot and continues while it is uploaded. interval: iterations; None:
+    Daly's.
     """
 
     asynchronous: bool = False
@@ -145,7 +146,7 @@ def adapted_interval(policy: str, costs: Costs, mtbf_s: float) -> int:
 
 
 def _uploaded(setting: SystemSetting) -> _Dense:
-    """A checkpoint that is uploaded while training goes on."""
+    """A checkpoint that is uploaded while training continues."""
     constants = setting.constants
     stall_s = constants.persist_stall_s + constants.upload_slowdown * setting.upload_s
     return _Dense(stall_s, setting.upload_iterations, setting.upload_s)

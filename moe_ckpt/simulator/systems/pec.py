@@ -139,13 +139,13 @@ class SnapshotStretch:
         return fmean(map(self.costs.overhead_s, self.shares))
 
     def fault(self, iterations: int) -> tuple[float, SnapshotStretch]:
-        """What a fault after so many iterations loses, in iterations' worth of tokens, and how training goes on."""
+        """What a fault after so many iterations loses, in iterations' worth of tokens, and how training continues."""
         if iterations > 2 * self.rotation:
             iterations = self.rotation + 1 + (iterations - self.rotation - 1) % self.rotation
         if iterations not in self._after:
             driver = self._driven[0][iterations].fork()
             if driver.iteration < 2:
-                return 0.0, self  # the first snapshot is still being copied: training begins anew
+                return 0.0, self  # the first snapshot is still being copied: training begins again
             plan = driver.recovered()
             assert isinstance(driver.strategy, Pec)
             kept = driver.strategy.report().lost_tokens, driver.strategy.to_data()["cursor"]

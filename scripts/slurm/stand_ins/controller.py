@@ -109,7 +109,7 @@ class Controller:
         if node is None:
             return False
         self._lost.add(node)
-        say(f"{node} is lost; {head} and the others go on")
+        say(f"{node} is lost; {head} and the others continue")
         cluster.send(signal.SIGKILL, **{JOB: str(job.number), NODE: node})
         for memory in self._tmpfs.glob(f"moe-ckpt-job-{job.number}/{node}"):
             shutil.rmtree(memory)

@@ -77,7 +77,7 @@ class SimulatedJob:
 
     shards: parameters by operator that a rank owns. segment_bytes: of each rank's memory. nodes: the node of each rank
     in a start, counted from 0, so that ranks may move; empty is node 0 for all. wipe: a killed rank takes its node
-    along: all ranks of it, and their memory. notice_s: the others go on for up to this long, by the seed. network:
+    along: all ranks of it, and their memory. notice_s: the others continue for up to this long, by the seed. network:
     makes that of one start. max_starts: more of them fail. store_fails: by rank and whether it is persistent, see
     FakeStore. All times are virtual. is_called_off: whether the launcher has noticed a loss; ranks that are `finishing`
     then have `finish_s` to come to an end, and what they leave in `kept` they have in the next start.

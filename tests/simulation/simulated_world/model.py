@@ -74,9 +74,9 @@ class FakeModel:
         self.random_sizes = {f"{RANDOM}cpu": 48, f"{RANDOM}cuda": 24}
         self._sizes = {key: tensor.field.nbytes for key, tensor in self.tensors.items()} | self.random_sizes
         self.live = {key: bytearray(nbytes) for key, nbytes in self._sizes.items()}
-        self.build_anew()
+        self.build_again()
 
-    def build_anew(self) -> None:
+    def build_again(self) -> None:
         """The state of iteration 0, as in a process that has just started."""
         self.iteration, self._is_exact = 0, True
         self.frozen: frozenset[OperatorId] | None = None

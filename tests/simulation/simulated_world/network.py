@@ -27,7 +27,7 @@ class Message:
     void: bool = False
 
     def give_up(self) -> None:
-        """Let go of the memory of both sides, unless all is done."""
+        """Release the memory of both sides, unless all is done."""
         if not self.delivered:
             self.source, self.target, self.void = None, None, True
 
@@ -198,7 +198,7 @@ class Network:
         return here
 
     def meet(self, channel: Channel) -> None:
-        """Connect all ranks of a channel anew, once all that there are wait for it and reach each other."""
+        """Connect all ranks of a channel again, once all that there are wait for it and reach each other."""
         if len(channel.waiting) < self.world_size or not self._all_reach_all():
             return
         channel.connection = Connection()

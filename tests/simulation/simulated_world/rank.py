@@ -45,7 +45,7 @@ class FakeTrainerState:
         self._model.iteration = iteration
 
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
-        """Nothing is made anew but state of operators."""
+        """Nothing is made again but state of operators."""
         return ""
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:

@@ -304,5 +304,5 @@ class FakeReader(SnapshotReader):
         return self._view[record.offset : record.offset + record.nbytes]
 
     def _let_go(self) -> None:
-        self._store.event(f"let go of the {self.manifest.snapshot}")
+        self._store.event(f"release the {self.manifest.snapshot}")
         self._view = memoryview(b"")

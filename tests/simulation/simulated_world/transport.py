@@ -102,9 +102,9 @@ class FakeTransport:
 
     def renew(self) -> None:
         """As `ports.Transport.renew`."""
-        what = "connect all ranks anew"
+        what = "connect all ranks again"
         with self._used(what):
-            self.drop("it is being connected anew")
+            self.drop("it is being connected again")
             self._channel.waiting[self._rank] = self._connect
             self._network.meet(self._channel)
             begun_s, wanted = self._world.now_s(), f"waits to {what} ({self._name})"

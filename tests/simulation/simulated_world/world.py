@@ -1,6 +1,6 @@
 """Simulated ranks in one process: real threads of which exactly one runs at a time, chosen by a seed.
 
-A thread goes on until its next event, which is each call of a port. There another one may be chosen, so that a run is
+A thread continues until its next event, which is each call of a port. There another one may be chosen, so that a run is
 repeated by its seed. Time is virtual: it passes a little at each event, and jumps when all threads wait.
 
 What the code under test does with real locks is not seen here: a lock held across an event is found as a stall.
@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 class Deadlock(MoECheckpointError):
-    """The simulation cannot go on, or does not end; says what each thread waits for."""
+    """The simulation cannot continue, or does not end; says what each thread waits for."""
 
 
 class Event(NamedTuple):
@@ -257,7 +257,7 @@ class World:
         chosen.go.release()
 
     def _chosen(self) -> Thread:
-        """The thread that goes on; when all wait, time jumps to the first that does so no longer."""
+        """The thread that continues; when all wait, time jumps to the first that does so no longer."""
         ready = [thread for thread in self._threads if thread.may_run(self._now_s)]
         if not ready:
             deadlines = [thread.deadline_s for thread in self._threads if thread.deadline_s is not None]

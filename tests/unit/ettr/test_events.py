@@ -95,13 +95,13 @@ def test_a_fault_costs_its_recovery_and_the_iteration_that_it_cuts_off() -> None
     assert run.iterations == pytest.approx(1000 - 23.5)
 
 
-def test_a_fault_during_a_recovery_begins_it_anew() -> None:
+def test_a_fault_during_a_recovery_begins_it_again() -> None:
     once = simulate(simple(), [at(100, 0)], 1000)
     twice = simulate(simple(), [at(100, 0), at(112, 1)], 1000)
     assert twice.recovery_s == pytest.approx(once.recovery_s + 12)
 
 
-def test_recoveries_that_are_apart_go_on_side_by_side() -> None:
+def test_recoveries_that_are_apart_continue_side_by_side() -> None:
     run = simulate(simple(local=True), [at(100, 0), at(112, 1)], 1000)
     assert run.recovery_s == pytest.approx(32)
     joined = simulate(simple(local=True), [at(100, 0), at(112, 0)], 1000)
@@ -222,7 +222,7 @@ def test_sixteen_thousand_ranks_take_no_longer_per_fault_than_a_hundred() -> Non
     assert seconds[1] < 20 * seconds[0]
 
 
-def test_a_slow_node_costs_what_was_not_trained_meanwhile_at_most_since_training_went_on() -> None:
+def test_a_slow_node_costs_what_was_not_trained_meanwhile_at_most_since_training_continued() -> None:
     usual = simulate(simple(), (at(100.0, 0),), 200.0)
     slow = simulate(simple(), (Fault(100.0, frozenset((0,)), slow_s=40.0, slowdown=1.0),), 200.0)
     assert usual.useful_s - slow.useful_s == pytest.approx(20.0)

@@ -39,7 +39,7 @@ def test_a_result_is_what_the_work_returned(lane: ThreadExecutor) -> None:
     assert task.done()
 
 
-def test_an_error_is_raised_where_the_result_is_asked_for_and_the_lane_goes_on(lane: ThreadExecutor) -> None:
+def test_an_error_is_raised_where_the_result_is_asked_for_and_the_lane_continues(lane: ThreadExecutor) -> None:
     broken = lane.submit(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         broken.result(PATIENCE_S)
@@ -91,7 +91,7 @@ def test_work_that_has_ended_is_not_kept(lane: ThreadExecutor) -> None:
     gone = weakref.ref(snapshot)
     lane.submit(lambda held=snapshot: held and None).result(PATIENCE_S)  # type: ignore[misc]
     del snapshot
-    lane.submit(lambda: None).result(PATIENCE_S)  # the lane has let go of what was before
+    lane.submit(lambda: None).result(PATIENCE_S)  # the lane has release what was before
     gc.collect()
     assert gone() is None
 

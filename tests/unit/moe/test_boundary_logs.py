@@ -166,7 +166,7 @@ def test_a_log_holds_what_was_sent_under_its_keys_with_the_journal_and_the_train
 
 
 def test_what_a_journal_says_is_read_by_the_thread_that_seals(new: Callable[..., Rank]) -> None:
-    """It may still be on the device, and the thread that trains has to go on."""
+    """It may still be on the device, and the thread that trains has to continue."""
     readers: list[str] = []
 
     class Late:

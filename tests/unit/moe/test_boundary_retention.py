@@ -81,7 +81,7 @@ class Refusing:
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration: how its log fares, by how much the oldest base moves on, and whether the process starts anew."""
+    """One iteration: how its log fares, by how much the oldest base moves on, and whether the process starts again."""
 
     fares: str = WELL
     base_moves: int = 0

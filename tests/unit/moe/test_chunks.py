@@ -54,7 +54,7 @@ def test_chunks_are_due_at_their_rate_after_those_that_are_free() -> None:
     assert throttle.take(10) == 0.0
 
 
-def test_what_is_held_back_goes_on_when_it_is_due_or_somebody_is_in_a_hurry() -> None:
+def test_what_is_held_back_continues_when_it_is_due_or_somebody_is_in_a_hurry() -> None:
     throttle, begun_s = Throttle(1000.0), time.perf_counter()
     throttle.take(50)
     throttle.take(50)

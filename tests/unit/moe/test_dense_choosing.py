@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_that_is_not_to_persist_gives_way_to_one_that_is(
     assert told(arguments(tmp_path, non_persistent_ckpt_type="global")) == expected
 
 
-def test_without_a_tracker_megatron_begins_anew_as_ever(tmp_path: Path) -> None:
+def test_without_a_tracker_megatron_begins_again_as_ever(tmp_path: Path) -> None:
     save(tmp_path, 2)
     damage(tmp_path / "iter_0000002")
     (tmp_path / TRACKER).unlink()

@@ -97,7 +97,7 @@ def test_a_job_waits_for_the_agent_of_an_earlier_attempt_though_it_has_none_itse
     assert waited == [(tmp_path, None)]
 
 
-def test_an_agent_goes_on_where_training_fails_and_is_let_go_at_a_good_end(
+def test_an_agent_continues_where_training_fails_and_is_let_go_at_a_good_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[bool] = []

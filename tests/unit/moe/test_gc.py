@@ -655,7 +655,7 @@ def test_memory_of_a_running_job_stays_whatever_is_said(memory_dir: Path) -> Non
         assert "uses it" in plan.items[0].reason
 
 
-def test_memory_that_a_restart_can_go_on_from_goes_only_when_there_will_be_none(memory_dir: Path) -> None:
+def test_memory_that_a_restart_can_continue_from_goes_only_when_there_will_be_none(memory_dir: Path) -> None:
     with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store:
         Made().window(store, 7, ranks=[0])
     plan = of_memory(memory_dir)

@@ -259,7 +259,7 @@ def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> N
     assert not vars(part)
 
 
-def test_modules_enter_their_scales_anew_in_what_is_reduced_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_enter_their_scales_again_in_what_is_reduced_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = {"scales of all modules": ("a recipe", "a group of before the fault")}
     engine = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(reset=tables.clear))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", engine)  # type: ignore[misc]
@@ -320,14 +320,14 @@ def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(m
     assert calls == ["graphs and buffers", "groups", "slot left"]
 
 
-def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_goes_on() -> None:
+def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_continues() -> None:
     slot = SimpleNamespace(keeps=True, is_called_off=False)
-    waits, struck, went_on = threading.Event(), threading.Event(), threading.Event()
+    waits, struck, continued = threading.Event(), threading.Event(), threading.Event()
 
     def connecting() -> None:
         try:
             waits.wait()
-            went_on.set()
+            continued.set()
         except process_restart.RestartSuperseded:
             struck.set()
 
@@ -338,7 +338,7 @@ def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never
     assert time.monotonic() - begun_s < 10
     waits.set()
     assert struck.wait(10)
-    assert not went_on.is_set()
+    assert not continued.is_set()
 
 
 @pytest.mark.parametrize("keeps", [False, True])

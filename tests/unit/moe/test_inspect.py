@@ -218,7 +218,7 @@ def test_a_whole_window_is_shown_with_its_operators_and_flags(data, tmp_path: Pa
     found = data(tmp_path / "win dows")
     assert (found["newest_iteration"], found["newest_whole_state"], found["whole_windows"]) == (6, 6, "1 of 1")
     assert (found["world_size"], found["layout"], found["strategy"]) == (2, "TP 1, PP 2", "sparse")
-    assert found["timeline"] == "attempt 2, 0002-b, which went on after iteration 3"
+    assert found["timeline"] == "attempt 2, 0002-b, which continued after iteration 3"
     assert [(row["iterations"], row["snapshots"], row["of"], row["state"]) for row in found["windows"]] == [
         ("4-6", 6, 6, "whole")
     ]
@@ -443,7 +443,7 @@ def test_what_faults_have_cost_is_told_by_all_three_definitions(data, tmp_path: 
     assert found["lost_tokens_of_all_faults"] == 10
     shares = {"plt_moc": 10 / 200 / 2, "plt_pec": 10 / 400, "mlt": 10 / 200}
     assert {name: found[name] for name in shares} == pytest.approx(shares)
-    assert found["lost_tokens"] == [{"fault_after": 2, "went_on_from": 1, "lost_tokens": 10, **shares}]
+    assert found["lost_tokens"] == [{"fault_after": 2, "continued_from": 1, "lost_tokens": 10, **shares}]
 
 
 def test_a_job_that_counts_no_tokens_has_no_line_about_lost_ones(data, tmp_path: Path) -> None:

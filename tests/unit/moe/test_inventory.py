@@ -425,4 +425,4 @@ def test_what_a_job_has_come_from_is_its_own_from_then_on(node: Node) -> None:
         node.seal(node.disks[rank], 3, rank, job="elder", timeline=FIRST)
         node.seal(node.disks[rank], 4, rank, timeline=SECOND)
     _, rows = node.rows(lambda job: False)
-    assert strange(rows) == [(3, "it belongs to job elder")], "the past ends where this job went on from"
+    assert strange(rows) == [(3, "it belongs to job elder")], "the past ends where this job continued from"

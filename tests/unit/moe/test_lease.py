@@ -215,7 +215,7 @@ def test_who_has_lost_its_lease_ends(place: str, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.usefixtures("unattended")
-def test_a_lease_that_somebody_deleted_is_made_anew(place: str) -> None:
+def test_a_lease_that_somebody_deleted_is_made_again(place: str) -> None:
     lease = Lease(place, Holder.here("a"), wait=lambda _: None)
     lease.acquire()
     Path(place, LEASE).unlink() if "://" not in place else fsspec.filesystem("memory").rm(f"/{place[9:]}/{LEASE}")

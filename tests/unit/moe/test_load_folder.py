@@ -57,7 +57,7 @@ def test_what_is_recognized_as_something_else_is_refused_with_what_to_give(
 def test_iterations_without_a_tracker_are_not_passed_over_unsaid(tmp_path: Path) -> None:
     for iteration in (2, 4):
         saved(tmp_path / f"iter_000000{iteration}", INDEX)
-    assert "training begins anew" in said_of(str(tmp_path))
+    assert "training begins again" in said_of(str(tmp_path))
     assert "--ckpt-step 4" in said_of(str(tmp_path))
 
 

@@ -134,7 +134,7 @@ def test_passes_run_no_code_of_protection_where_nothing_replays_since_a_graph_wo
         assert loop.config.finalize_model_grads_func is finalize
 
 
-def test_no_number_of_a_step_is_read_from_the_device_while_training_could_go_on() -> None:
+def test_no_number_of_a_step_is_read_from_the_device_while_training_could_continue() -> None:
     """Each would make the host wait for all that the device was given, in every iteration."""
     import torch
 

@@ -187,7 +187,7 @@ def test_memory_that_refuses_all_the_same_leads_to_less_too(capturer: FakeCaptur
     assert specs[0].own == 3
 
 
-def test_where_nothing_fits_training_goes_on_without_snapshots(
+def test_where_nothing_fits_training_continues_without_snapshots(
     capturer: FakeCapturer, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = sparse()

@@ -1,4 +1,4 @@
-"""The process that goes on persisting when its trainer has died: what it publishes, what not, and for how long."""
+"""The process that continues persisting when its trainer has died: what it publishes, what not, and for how long."""
 
 from __future__ import annotations
 

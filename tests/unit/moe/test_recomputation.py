@@ -88,7 +88,7 @@ class Trained:
     def train(self, iteration: int, *, skip: bool = False) -> None:
         self.counter += 1
         for group in self.adam.param_groups:
-            group["lr"] = 1e-3 / iteration  # schedules go on in skipped iterations as well
+            group["lr"] = 1e-3 / iteration  # schedules continue in skipped iterations as well
         taken = [
             self.take_gradient(one, torch.randn(one.shape, generator=self.draw) * 10.0 ** (iteration % 7 - 3))
             for one in self.weights

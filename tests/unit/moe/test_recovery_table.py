@@ -37,7 +37,7 @@ def columns(line: str) -> list[str]:
     return line.split()
 
 
-def test_the_first_line_says_where_training_goes_on_and_how_long_it_took() -> None:
+def test_the_first_line_says_where_training_continues_and_how_long_it_took() -> None:
     assert lines()[0] == "recovered iteration 4 exactly in 0.26 s (global rollback):"
 
 

@@ -86,11 +86,13 @@ def test_a_name_that_was_given_takes_no_other_and_says_so(tmp_path: Path, caplog
     come(tmp_path, "node-1", is_named=True)
     assert folders(tmp_path) == ["node-0/job"]
     line = caplog.messages[-1]
-    assert f"set it to node-0 to go on from there, or delete what is not needed (rm -r {tmp_path}/node-0/job)" in line
+    assert (
+        f"set it to node-0 to continue from there, or delete what is not needed (rm -r {tmp_path}/node-0/job)" in line
+    )
     come(tmp_path, "node-1", ("node-0", "node-1"), is_named=True)
     come(tmp_path, "node-0", is_named=True)
     assert [said for said in caplog.messages if "stays as it is" in said] == [line], (
-        "nothing is left of a node that runs, or goes on from its own"
+        "nothing is left of a node that runs, or continues from its own"
     )
 
 

@@ -247,7 +247,7 @@ def test_a_snapshot_that_went_bad_since_it_was_verified_is_worth_a_restart() -> 
     reader = damaged.open(SnapshotId(5, 0))
     rank = resumed(change=lambda step: replace(step, loads=(SnapshotLoad(reader, parts_of(step.iteration)),)))
     rank.replay.begin()
-    with pytest.raises(StoreFailure, match="rank 0: the replay has to begin anew"):
+    with pytest.raises(StoreFailure, match="rank 0: the replay has to begin again"):
         rank.iterate()
 
 
@@ -305,7 +305,7 @@ def test_each_iteration_is_fed_from_its_own_logs_and_nothing_after_the_last() ->
 def test_a_tensor_that_nobody_received_means_that_the_replay_was_another() -> None:
     rank = resumed(change=fed, boundary=lambda logs: Feed(logs, is_taken=False), members=(0,))
     rank.replay.begin()
-    with pytest.raises(StoreFailure, match="rank 0: the replay has to begin anew: a tensor was left"):
+    with pytest.raises(StoreFailure, match="rank 0: the replay has to begin again: a tensor was left"):
         rank.iterate()
 
 

@@ -1,4 +1,4 @@
-"""The protocol of replication over a transport in memory, for any graph of peers, and how ranks meet anew."""
+"""The protocol of replication over a transport in memory, for any graph of peers, and how ranks meet again."""
 
 from __future__ import annotations
 

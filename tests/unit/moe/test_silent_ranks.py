@@ -89,7 +89,7 @@ def silent_of(error: BaseException) -> tuple[int, ...]:
     return tuple(map(int, words.split(", ")))
 
 
-def test_ranks_that_do_not_connect_anew_are_named() -> None:
+def test_ranks_that_do_not_connect_again_are_named() -> None:
     store = HashStore()
     errors = on_ranks(RANKS, lambda rank: ConnectionEpochs(store, rank, RANKS).meet(0.5), 2)
     assert {error.ranks for error in errors.values() if isinstance(error, PeerSilent)} == {(2,)}

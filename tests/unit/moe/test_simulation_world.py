@@ -175,7 +175,7 @@ def test_a_killed_rank_does_nothing_more_not_even_when_it_cleans_up() -> None:
         assert world.events_of(0) == crash
 
 
-def test_all_threads_of_a_rank_end_with_it_and_other_ranks_go_on() -> None:
+def test_all_threads_of_a_rank_end_with_it_and_other_ranks_continue() -> None:
     world, done = World(9, crash={0: 10}), {0: 0, 1: 0}
 
     def work(rank: int) -> None:
@@ -218,7 +218,7 @@ def test_a_lane_works_in_order_beside_its_caller() -> None:
     assert order[-1] == 4
 
 
-def test_errors_of_work_come_out_of_its_result_and_the_lane_goes_on() -> None:
+def test_errors_of_work_come_out_of_its_result_and_the_lane_continues() -> None:
     world = World(11)
 
     def main() -> None:
@@ -375,7 +375,7 @@ def test_two_threads_in_one_transport_are_told() -> None:
         world.run()
 
 
-def test_after_a_failure_all_ranks_connect_anew_and_old_messages_are_void() -> None:
+def test_after_a_failure_all_ranks_connect_again_and_old_messages_are_void() -> None:
     world, into = World(10), bytearray(3)
     _, (here, there) = transports(world)
 

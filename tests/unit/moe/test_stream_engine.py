@@ -183,7 +183,7 @@ def test_a_large_tensor_is_copied_in_chunks_which_lie_each_in_one_locked_piece(
     assert bytes(whole) == bytes(50) + bytes([1]) * 190 + bytes(10)
 
 
-def test_training_goes_on_while_pages_are_locked_and_copies_are_held_back(device: Device, engine: StreamEngine) -> None:
+def test_training_continues_while_pages_are_locked_and_copies_wait(device: Device, engine: StreamEngine) -> None:
     """Neither holds up `begin`, which the thread that trains calls."""
     device.may_register.clear()
     engine.begin([job(segment(), 5)], Throttle(0.001))
@@ -260,7 +260,7 @@ def test_segments_are_locked_at_the_start_beside_training(
     assert device.taken() == ["register 100", "register 200"]
 
 
-def test_a_segment_is_page_locked_once_and_anew_where_it_has_grown(device: Device, engine: StreamEngine) -> None:
+def test_a_segment_is_page_locked_once_and_again_where_it_has_grown(device: Device, engine: StreamEngine) -> None:
     whole = segment()
     for part in (whole[:50], whole[:50], whole):
         engine.begin([job(part, 1)])
@@ -374,7 +374,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_go_on(
+def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_continue(
     code: int,
     device: Device,
     engine: StreamEngine,

@@ -1,4 +1,4 @@
-"""A survivor over stand-ins: which memory it lets go of, where gradients are final, how long parking will take."""
+"""A survivor over stand-ins: which memory it releases, where gradients are final, how long parking will take."""
 
 from __future__ import annotations
 

@@ -149,12 +149,12 @@ def test_an_iteration_of_a_chain_is_verified_with_those_that_hold_its_experts(tm
     assert str(root / "iter_0000012" / "common.pt") in line
 
 
-def test_a_holder_that_was_saved_anew_breaks_the_iterations_that_need_it(tmp_path: Path) -> None:
+def test_a_holder_that_was_saved_again_breaks_the_iterations_that_need_it(tmp_path: Path) -> None:
     root, other = verify_places.chained(tmp_path / "one", 6), verify_places.chained(tmp_path / "other", 7)
     shutil.rmtree(root / "iter_0000024")
     shutil.copytree(other / "iter_0000024", root / "iter_0000024")
     lines = found(root)
-    assert any("saved anew" in line and "iter_0000036 needs" in line for line in lines)
+    assert any("saved again" in line and "iter_0000036 needs" in line for line in lines)
 
 
 def test_where_no_iteration_is_whole_that_is_said(tmp_path: Path) -> None:

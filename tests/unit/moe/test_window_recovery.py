@@ -78,8 +78,8 @@ def test_a_window_that_lacks_an_iteration_is_not_kept_at_all() -> None:
 
 
 def test_windows_that_overlap_do_not_complete_each_other() -> None:
-    given_up, begun_anew = [piece(4, range(4, 6))], [piece(5, range(5, 7)), piece(6, range(5, 7))]
-    assert list(whole_windows([*given_up, *begun_anew])) == begun_anew
+    given_up, begun_again = [piece(4, range(4, 6))], [piece(5, range(5, 7)), piece(6, range(5, 7))]
+    assert list(whole_windows([*given_up, *begun_again])) == begun_again
 
 
 def test_snapshots_that_restore_a_state_by_themselves_are_kept_each() -> None:

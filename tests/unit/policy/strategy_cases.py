@@ -233,7 +233,7 @@ class World:
                 ]
 
     def fault(self, lose_node: bool) -> RecoveryPlan | None:
-        """Kill all; the memory of a node may be gone too. All come back, or begin anew."""
+        """Kill all; the memory of a node may be gone too. All come back, or begin again."""
         lost = self.random.randrange(2) if lose_node else None
         under_way = {flight.plan.iteration for flight in self.flights if flight.level is Level.SNAPSHOT}
         whole = {now: self.random.random() < 0.5 for now in under_way}

@@ -1,4 +1,4 @@
-"""With how many replicas a job may go on, and what has to fit for that."""
+"""With how many replicas a job may continue, and what has to fit for that."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_fixed_interval_stays_whatever_it_costs() -> None:
     assert IntervalPolicy(3).on_costs(Costs(1.0, 9.0, 9.0)).interval == 3
 
 
-def test_a_resumed_run_goes_on_in_the_rhythm_of_the_one_before() -> None:
+def test_a_resumed_run_continues_in_the_rhythm_of_the_one_before() -> None:
     _, before = IntervalPolicy(4, persist_interval=8, adapting="checkfreq", last=12).due(16)
     after = IntervalPolicy(1, persist_interval=8, adapting="checkfreq").from_data(before.to_data())
     assert after == before

@@ -130,7 +130,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Enum, Enum]]:
 
 
 def restored(rank: Rank, *, spare: bool = False) -> Rank:
-    """A rank that goes on after a recovery to iteration 3: windows in memory and in storage, or spare pieces."""
+    """A rank that continues after a recovery to iteration 3: windows in memory and in storage, or spare pieces."""
     groups = tuple((operator,) for operator in rank.job.operators)
     window = Window(1, (*groups[:2], tuple(operator for group in groups[2:] for operator in group)))
     plans = tuple(window.plan(iteration) for iteration in range(1, 4))

@@ -1,4 +1,4 @@
-"""Orderings of operators in a window, and the trigger that works them out anew."""
+"""Orderings of operators in a window, and the trigger that works them out again."""
 
 from __future__ import annotations
 

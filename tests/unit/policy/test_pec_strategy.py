@@ -320,7 +320,7 @@ def test_after_a_recovery_from_storage_everything_is_taken_again() -> None:
     assert len(experts_of(world.strategy.plan(plan.target + 1))) == 24
 
 
-def test_after_a_recovery_from_memory_the_turn_goes_on() -> None:
+def test_after_a_recovery_from_memory_the_turn_continues() -> None:
     world = run(CASES["in turn"], 1, 40, faults=0)
     plan = world.fault(lose_node=False)
     assert plan is not None

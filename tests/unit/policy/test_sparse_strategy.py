@@ -128,7 +128,7 @@ def test_replicas_of_the_only_window_stay_though_one_of_them_is_missing() -> Non
     assert {1, 2} <= rank.tiers.replicas
 
 
-def test_where_memory_cannot_grow_windows_go_on_as_they_were() -> None:
+def test_where_memory_cannot_grow_windows_continue_as_they_were() -> None:
     strategy = Sparse(job_of(replace(CONFIG, ordering="popularity")))
     strategy.plan(1)
     before = strategy.buffer_specs()
@@ -221,7 +221,7 @@ def test_a_budget_never_feeds_on_the_stall_of_its_own_window(
     passes_s: float, bandwidth: float, slowdown: float, replicated: float
 ) -> None:
     """Each window is as large as it was allowed, so each copy takes what it takes: passes become longer by a share of
-    it, and beyond them training waits. However long that goes on, copies stay within the passes."""
+    it, and beyond them training waits. However long that continues, copies stay within the passes."""
     budget, copied_s = Budget(is_started=True), 0.0
     for _ in range(60):
         measured_s = passes_s + slowdown * copied_s
@@ -547,7 +547,7 @@ def test_other_flags_hold_from_a_restart_on() -> None:
     assert after.buffer_specs()[0].own == 6
 
 
-def test_a_resumed_strategy_does_not_go_on_with_a_window_that_the_fault_has_cut() -> None:
+def test_a_resumed_strategy_does_not_continue_with_a_window_that_the_fault_has_cut() -> None:
     before = Sparse(job_of())
     for iteration in (1, 2, 3, 4):
         before.plan(iteration)

@@ -95,7 +95,7 @@ def test_the_first_piece_alone_goes_to_the_room_for_the_state_of_the_trainer(job
 
 
 @each_job
-def test_a_resumed_strategy_goes_on_as_the_one_that_was_stored(job: Job) -> None:
+def test_a_resumed_strategy_continues_as_the_one_that_was_stored(job: Job) -> None:
     world = run(job, 3, 40, failing=0)
     while world.fault(lose_node=False) is None:
         world.step()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 MOE_CKPT = (sys.executable, "-m", "moe_ckpt")
 HEARD = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 """In a child: tests in the background of a shell ignore Ctrl-C."""
-CLOSED = "nobody reads standard output any more: the job goes on without it\n"
+CLOSED = "nobody reads standard output any more: the job continues without it\n"
 
 LOGS = """
 import logging, sys, time

@@ -78,7 +78,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
     speaker.propagate = before
 
 
-def test_a_sink_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_is_said_once_and_the_others_continue(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     class Broken:
         def add_scalar(self, *_: Any) -> None:
             raise RuntimeError("the board\nis broken")
@@ -201,7 +201,7 @@ def test_the_same_is_served_on_localhost_as_openmetrics() -> None:
         pass  # it was given back
 
 
-def test_a_port_in_use_is_one_line_and_training_goes_on(said: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_and_training_continues(said: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         metrics(port=port, textfile=str(tmp_path / "job.prom")).record(report(1))
@@ -278,7 +278,7 @@ def wandb_job(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict
 @pytest.mark.ci
 def test_weights_and_biases_gets_iterations_that_come_again_too(tmp_path: Path) -> None:
     done, found = wandb_job(tmp_path)
-    assert len(found) == 6 and "training goes on" not in done.stderr
+    assert len(found) == 6 and "training continues" not in done.stderr
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     kept = log.read_bytes()
     assert (

@@ -202,7 +202,7 @@ def stdlib_corpus() -> ModuleType:
     return module
 
 
-def test_the_stdlib_corpus_is_made_once_and_a_torn_one_is_made_anew(tmp_path: Path, stdlib_corpus: ModuleType) -> None:
+def test_the_stdlib_corpus_is_made_once_and_a_torn_one_is_made_again(tmp_path: Path, stdlib_corpus: ModuleType) -> None:
     prefix, data_path = str(tmp_path / "stdlib"), tmp_path / "stdlib.bin"
     assert stdlib_corpus.build(prefix, 200_000).startswith("wrote")
     content, made_at_ns = data_path.read_bytes(), data_path.stat().st_mtime_ns

@@ -99,7 +99,7 @@ def test_of_an_iteration_that_ran_again_the_last_report_counts(tmp_path: Path) -
     assert len(run.again) == 3 and run.newest == 5
 
 
-def test_stops_are_recoveries_starts_and_iterations_that_begin_anew(tmp_path: Path) -> None:
+def test_stops_are_recoveries_starts_and_iterations_that_begin_again(tmp_path: Path) -> None:
     run = run_of(
         tmp_path,
         start(0.0), iteration(1, 1.0), iteration(2, 2.0),

@@ -95,7 +95,7 @@ def protected[**Given, Returned](
 
 
 class BridgeCheckpointManager:
-    """What Bridge makes of `checkpoint.custom_manager_class`; its own manager goes on making dense checkpoints.
+    """What Bridge makes of `checkpoint.custom_manager_class`; its own manager continues making dense checkpoints.
 
     Without `protected` around Bridge's `pretrain`, MOE_CKPT_FLAGS or `cfg.checkpoint.moe_ckpt` has the settings, and
     other ranks learn of an error on this one as they do without protection.

@@ -193,7 +193,7 @@ class MoECheckpointConfig:
         return from_namespace(cls, parser.parse_known_args(argv)[0], prefix=cls.PREFIX)
 
     def takes_over(self, job: str) -> bool:
-        """Whether this job goes on from what that one stored."""
+        """Whether this job continues from what that one stored."""
         return self.take_over in (ANY_JOB, job)
 
     strategy: str = flag(

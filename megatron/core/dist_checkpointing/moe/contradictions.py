@@ -134,7 +134,7 @@ def _unfollowable(given: MoECheckpointConfig) -> Iterator[str]:
 
 
 def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
-    """A sentence for each setting with which a job cannot go on in another layout."""
+    """A sentence for each setting with which a job cannot continue in another layout."""
     try:
         allowed = ElasticRange.parse(given.elastic or "")
     except UsageError as error:
@@ -149,7 +149,7 @@ def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
         yield f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval N, not auto"
     if given.replicas == 0 and given.persist_dir is None:
         yield (
-            f"--moe-ckpt-elastic {allowed} goes on without lost nodes, whose state is then nowhere: give"
+            f"--moe-ckpt-elastic {allowed} continues without lost nodes, whose state is then nowhere: give"
             " --moe-ckpt-replicas 1, or --moe-ckpt-persist-dir"
         )
 

@@ -31,7 +31,7 @@ class UsageError(MoECheckpointError):
 
 
 class CheckpointFailure(MoECheckpointError):
-    """Protection was lost and `--moe-ckpt-strict` says that training must not go on without it."""
+    """Protection was lost and `--moe-ckpt-strict` says that training must not continue without it."""
 
 
 class UnreadableCheckpoint(MoECheckpointError):
@@ -66,7 +66,7 @@ class NoExactState(MoECheckpointError):
 
 
 class NewProcessesNeeded(MoECheckpointError):
-    """Training can go on only from a checkpoint, or from scratch: in processes that begin anew, on all ranks."""
+    """Training can continue only from a checkpoint, or from scratch: in processes that begin again, on all ranks."""
 
 
 class StoreFailure(MoECheckpointError):

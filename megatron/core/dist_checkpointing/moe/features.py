@@ -82,7 +82,7 @@ _BRIDGE_KILLED = f"{_BRIDGE}test_after_a_kill_every_loss_and_every_count_is_that
 _OWN_KILLED = (
     "tests/process/test_own_loop.py::test_after_a_kill_every_loss_of_a_loop_of_ones_own_is_that_of_the_unprotected_loop"
 )
-_TREES = "tests/process/test_module_trees.py::test_a_killed_job_of_another_module_tree_goes_on_to_the_last_bit"
+_TREES = "tests/process/test_module_trees.py::test_a_killed_job_of_another_module_tree_continues_to_the_last_bit"
 _PEC = "tests/process/test_pec.py::"
 _RECOUNTED = f"{_PEC}test_the_tokens_that_each_recovery_reports_as_lost_are_those_of_an_independent_recount"
 _PLANNED = "tests/process/test_planned_snapshots.py::test_the_planner_plans_each_snapshot_of_a_job_from_its_counts"
@@ -238,7 +238,7 @@ FEATURES: tuple[Feature, ...] = (
         "`--moe-ckpt-elastic`: fewer nodes",
         Works(
             f"{_STOCK}elastic.py::"
-            "test_a_job_that_loses_a_node_for_good_goes_on_as_one_that_was_started_with_what_is_left"
+            "test_a_job_that_loses_a_node_for_good_continues_as_one_that_was_started_with_what_is_left"
         ),
         _UNTESTED,
         _UNTESTED,
@@ -247,7 +247,7 @@ FEATURES: tuple[Feature, ...] = (
         "`--moe-ckpt-elastic`: nodes that come back",
         Works(
             f"{_STOCK}elastic.py::"
-            "test_a_job_that_takes_a_node_back_repeats_no_iteration_and_goes_on_as_one_of_that_size"
+            "test_a_job_that_takes_a_node_back_repeats_no_iteration_and_continues_as_one_of_that_size"
         ),
         Untested("an iteration that had begun is trained again"),
         Untested("an iteration that had begun is trained again"),
@@ -274,7 +274,7 @@ FEATURES: tuple[Feature, ...] = (
         "`--save-experts`",
         Works(
             "tests/process/test_partial_saves.py::"
-            "test_a_resumed_run_goes_on_as_if_the_stale_experts_had_been_put_in_by_hand"
+            "test_a_resumed_run_continues_as_if_the_stale_experts_had_been_put_in_by_hand"
         ),
         _LEFT_TO_IT,
         _LEFT_TO_IT,
@@ -283,7 +283,7 @@ FEATURES: tuple[Feature, ...] = (
         "`moe-ckpt convert --to dense` of sparse windows",
         Works(
             "tests/process/test_convert.py::"
-            "test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_goes_on_from_it"
+            "test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_continues_from_it"
         ),
         _NEEDS_SPARSE,
         Absent("a conversion starts the driver, which builds a GPT: save a checkpoint in the loop instead"),

@@ -163,7 +163,7 @@ class MoECheckpointManager(Iterations):
         asked_for: bool = False,
         run_again: RunAgain | None = None,
     ) -> int:
-        """Bring model, optimizer, scheduler, random states and the loop's state to where training goes on.
+        """Bring model, optimizer, scheduler, random states and the loop's state to where training continues.
 
         The newest usable state is taken: of what an earlier attempt of this job left in memory, of persistent storage,
         and of what `load` has to offer. A collective.
@@ -202,7 +202,7 @@ class MoECheckpointManager(Iterations):
         """A block around training that ends well or is left with an error, which it lets through.
 
         Where it ends well, also by `sys.exit(0)`, memory goes back to the node, unless iterations are left: then the
-        next start goes on from it. For an error other ranks are told at once and what is whole is put aside. SIGTERM
+        next start continues from it. For an error other ranks are told at once and what is whole is put aside. SIGTERM
         is caught where there is something to put aside, and becomes a Terminated error between two phases of a step.
         """
         if self._session.parks:
@@ -254,7 +254,7 @@ class MoECheckpointManager(Iterations):
         self._faults.reached(self.iteration, Phase.SAVE)
 
     def abandon(self) -> bool:
-        """Training has ended with an error and begins anew in this process, with another manager: let go of threads,
+        """Training has ended with an error and begins again in this process, with another manager: release threads,
         connections and memory. Whether all work beside training has come to an end. See `in_place`."""
         self.detach()
         if self._session.leases is not None:
@@ -300,7 +300,7 @@ class MoECheckpointManager(Iterations):
 
     @property
     def recovery(self) -> RecoveryTimeline | None:
-        """Phases and seconds of the recovery that training goes on from, once ranks have rejoined."""
+        """Phases and seconds of the recovery that training continues from, once ranks have rejoined."""
         return self._session.episode
 
     @property

@@ -79,7 +79,7 @@ class Operators(TorchDispatchMode):
         Args:
             target: One of the two is on the device.
             source: The other is on the host.
-            non_blocking: Whether the host wants to go on.
+            non_blocking: Whether the host wants to continue.
         """
         to_host = self._is_host(target)
         host = target if to_host else source
@@ -110,7 +110,7 @@ class Operators(TorchDispatchMode):
         Args:
             source: On one of them.
             dtype: Of the copy; None: the same.
-            non_blocking: Whether the host wants to go on.
+            non_blocking: Whether the host wants to continue.
         """
         made = torch.empty_like(source, dtype=dtype, device="meta")
         size, stride = made.size(), made.stride()

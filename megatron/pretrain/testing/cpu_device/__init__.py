@@ -16,7 +16,7 @@ draws from torch's default generator on the side (a `DataLoader` draws its base 
 moves the device's sequence too, and has to be given a generator of its own to leave it alone.
 
 Host copies. On a GPU `tensor.cpu()` and `tensor.to("cpu")` are copies, on the CPU they are the tensor itself: whoever
-reads such a "copy" while training goes on has to make one. Pinning does make one, as Megatron-Core depends on it.
+reads such a "copy" while training continues has to make one. Pinning does make one, as Megatron-Core depends on it.
 
 Threads. torch 2.13 runs the collectives of a gloo group on two threads, and both write down which collective ended
 last, as text and without a lock. A name of 16 characters or more, and gloo has one, ALLGATHER_COALESCED, is then freed

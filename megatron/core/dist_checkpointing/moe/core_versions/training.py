@@ -154,7 +154,7 @@ def norm_as_in_training(optimizer: ChainedOptimizer, norm: float | None) -> floa
 # without end, with torch imported and all that they were given.
 
 _LOOP = "async_loop"
-_core_loop = getattr(PersistentAsyncCaller, _LOOP)  # here it is core's own, also in a worker, which imports this anew
+_core_loop = getattr(PersistentAsyncCaller, _LOOP)  # here it is core's own, also in a worker, which imports this again
 
 
 @contextlib.contextmanager
@@ -199,8 +199,8 @@ _QUEUE = (
 def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
     """Keep core from starting a manager process for the results of a save that this process writes itself.
 
-    Starting one imports torch anew on every rank, at the first save after each start. One that is needed ends with this
-    process.
+    Starting one imports torch again on every rank, at the first save after each start. One that is needed ends with
+    this process.
 
     Args:
         is_async: Whether other processes write, whose results come through that manager.

@@ -177,7 +177,7 @@ def _tracked(directory: CheckpointDirectory) -> list[_Loadable]:
     try:
         tracked = directory.tracked()
     except UnreadableCheckpoint as error:
-        raise UsageError(f"--load {root}: {error}; repair the tracker, or remove it to begin anew") from error
+        raise UsageError(f"--load {root}: {error}; repair the tracker, or remove it to begin again") from error
     if not isinstance(tracked, int):
         return [_Loadable(root, RELEASE)]
     named = _Loadable(root, f"iter_{tracked:07d}")
@@ -189,7 +189,8 @@ def _older(root: Path, iteration: int, *, is_tracker_lost: bool = False) -> _Loa
 
 
 def _tracker(root: Path) -> str | None:
-    """What it says, None where there is none. Raises UsageError where it cannot be read: nobody means to begin anew."""
+    """What it says, None where there is none. Raises UsageError where it cannot be read: nobody means to begin
+    again."""
     try:
         return read_beside(root / TRACKER, INFORMING_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -197,7 +198,7 @@ def _tracker(root: Path) -> str | None:
     except OSError as error:
         raise UsageError(
             f"--load {root}: {root / TRACKER} cannot be read ({error.strerror}); repair the tracker, or remove it to"
-            " begin anew"
+            " begin again"
         ) from error
 
 
@@ -229,7 +230,7 @@ def _iteration(name: str) -> int:
 def one_iteration(args: Any) -> str:
     """Let `--load` of one iteration's folder mean that iteration; returns what is said of it, empty if it is none.
 
-    Megatron-LM looks for a tracker there, finds none, and begins anew. Raises UsageError for a folder that holds
+    Megatron-LM looks for a tracker there, finds none, and begins again. Raises UsageError for a folder that holds
     something else than its checkpoints.
     """
     given, here = args.load, Path(args.load or "").absolute()
@@ -246,7 +247,7 @@ def one_iteration(args: Any) -> str:
         raise UsageError(f"--load {given} is a Hugging Face model: moe-ckpt convert --from hf makes a checkpoint of it")
     if left := CheckpointDirectory(here).iterations():
         return (
-            f"--load {given} has no {TRACKER}, so training begins anew; to go on from its iteration {left[0]} give"
+            f"--load {given} has no {TRACKER}, so training begins again; to continue from its iteration {left[0]} give"
             f" --ckpt-step {left[0]}"
         )
     return ""

@@ -59,7 +59,7 @@ class _BegunSave:
 class DenseSaves:
     """Around each save of a job: `checkpoint` around `save_checkpoint`, and inside of it `shards` around core's `save`.
 
-    Collectives. A checkpoint that cannot be written is reported; training goes on, and older ones stay as they are.
+    Collectives. A checkpoint that cannot be written is reported; training continues, and older ones stay as they are.
 
     Args:
         secret: Path of the job's secret, if that is not in the environment.

@@ -71,7 +71,7 @@ def raise_on_all_ranks(problem: str | None) -> None:
 def all_done(is_done: bool) -> bool:
     """Whether `is_done` holds on every rank; a short collective over all ranks.
 
-    Asked again and again while work goes on beside it, so that no collective waits as long as the slowest rank takes.
+    Asked again and again while work continues beside it, so that no collective waits as long as the slowest rank takes.
     """
     unfinished = torch.tensor([int(not is_done)], device=torch.cuda.current_device())
     dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Survivors keep process, model and state after a fault; only what connects them is made anew.
+"""Survivors keep process, model and state after a fault; only what connects them is made again.
 
 A rank that lost a peer parks its state and closes its session, as in any fault. Where its launcher keeps survivors
 (see `standby`) the process does not end then: `process_groups` takes its process groups down, the launcher assigns

@@ -143,7 +143,7 @@ def _answered(answers: Answers) -> Iterator[None]:
             if noted != name or len(values) != len(objects):
                 raise CannotBuildAlone(
                     f"a model is built beside survivors, and asks for {name} of {len(objects)} objects where they had"
-                    f" {noted or 'nothing'} of {len(values)}: start all ranks anew"
+                    f" {noted or 'nothing'} of {len(values)}: start all ranks again"
                 )
             objects[:] = values
 

@@ -53,7 +53,7 @@ class ProcessGroups:
         groups = take_aborted_groups() | named_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
-        c10d._world.group_count = 0  # else the names go on from where a fault struck while groups were made
+        c10d._world.group_count = 0  # else the names continue from where a fault struck while groups were made
         parallel_state.destroy_model_parallel()
         return cls(groups)
 

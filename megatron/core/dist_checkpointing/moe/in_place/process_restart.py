@@ -1,4 +1,4 @@
-"""How a training loop goes on in the process that lost a peer.
+"""How a training loop continues in the process that lost a peer.
 
 kept = KeptProcess(chunks, optimizer)
 while True:
@@ -43,7 +43,7 @@ from .process_groups import ProcessGroups
 log = logging.getLogger(__name__)
 
 SEAT_S = 900.0
-"""How long a rank waits to be let go on: nodes may have to be replaced, and their processes to start."""
+"""How long a rank waits to be let continue: nodes may have to be replaced, and their processes to start."""
 _DEVICE_S = 10.0
 
 
@@ -51,7 +51,7 @@ class AbandonedManager(Protocol):
     """What protected training until the fault: a `MoECheckpointManager`."""
 
     def abandon(self) -> bool:
-        """Let go of threads, connections and memory; whether that could be done."""
+        """Release threads, connections and memory; whether that could be done."""
 
     @property
     def is_told_to_end(self) -> bool:
@@ -75,7 +75,7 @@ class InProcessRestart:
         self.has_left = False
 
     def stay(self, error: BaseException, manager: AbandonedManager | None) -> None:
-        """`error` has ended training in this process: let go of all connections, and wait until the launcher has put
+        """`error` has ended training in this process: release all connections, and wait until the launcher has put
         others on the ranks that were lost.
 
         Args:
@@ -84,7 +84,7 @@ class InProcessRestart:
 
         Raises:
             BaseException: `error`, where this process has to end: its own fault, a launcher that keeps no survivors, or
-                a model that cannot be connected anew.
+                a model that cannot be connected again.
             PeerLost: The launcher has ended, or says nothing.
         """
         why = "" if manager is not None and manager.is_told_to_end else _has_to_end(error, self._chunks)
@@ -162,7 +162,7 @@ def _device_answers() -> bool:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of what the interrupted iteration held."""
+    """Release what the interrupted iteration held."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -171,7 +171,7 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-# Work that waits for other ranks inside of torch, and is left there once training begins anew.
+# Work that waits for other ranks inside of torch, and is left there once training begins again.
 
 POLL_S = 0.02
 GRACE_S = 1.0
@@ -179,7 +179,7 @@ GRACE_S = 1.0
 
 
 class RestartSuperseded(PeerLost):
-    """Training begins anew while this rank waited for others."""
+    """Training begins again while this rank waited for others."""
 
 
 def unless_called_off(work: Callable[[], object], slot: WorkerSlot) -> None:
@@ -223,7 +223,7 @@ def unless_called_off(work: Callable[[], object], slot: WorkerSlot) -> None:
         raise errors[0]
     if thread.is_alive():
         _raise_in(thread, RestartSuperseded)
-        raise RestartSuperseded("training begins anew while this rank connected to others")
+        raise RestartSuperseded("training begins again while this rank connected to others")
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:

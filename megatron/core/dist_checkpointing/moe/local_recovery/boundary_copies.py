@@ -254,7 +254,7 @@ class BoundaryRecorder:
     def disarm(self) -> None:
         """Give up what was recorded since `arm`, and record nothing more.
 
-        Its memory is let go of as soon as possible: a store does not use it again before.
+        Its memory is release as soon as possible: a store does not use it again before.
         """
         if self._expected is not None:
             self._expected = None

@@ -6,7 +6,8 @@ seals it while the next iterations train (`on_commit`). It goes when no replay c
 more, or when there is no segment left: the bound is `lookback` iterations.
 
 `LogCoverage` says whether a neighbour that lost its state could replay with these logs. Where it could not, training
-goes on all the same, and a fault rolls back all stages instead: so every failure here costs coverage and nothing else.
+continues all the same, and a fault rolls back all stages instead: so every failure here costs coverage and nothing
+else.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class Survivor:
         assert self._parker is not None and self._logs is not None
         self._logs.on_commit(iteration, journal, self.live.trainer.scalars(), oldest_base)
         self._parker.note(iteration)
-        # The state that training went on from spares the next replay what came before it, until a window is kept that
+        # The state that training continued from spares the next replay what came before it, until a window is kept that
         # began later.
         superseded = oldest_base is not None and oldest_base > self._began
         try:
@@ -370,7 +370,7 @@ class Survivor:
         self._progress.journal = replace(roll.journal, lm_loss=before.get("next_loss"))
         self._rolled = roll.iteration, self._progress.journal
 
-    def park_anew(self, strategy: Json) -> str:
+    def park_again(self, strategy: Json) -> str:
         """Park the state to which this rank has come by itself, in place of one that an earlier attempt came to: the
         next replay begins from it. What went wrong, in words."""
         assert self._parker is not None

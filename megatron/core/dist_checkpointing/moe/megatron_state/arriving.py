@@ -11,7 +11,7 @@ _LONGEST_S = 600.0
 
 
 class Arriving:
-    """A copy of a small tensor: the thread that trains makes it and goes on, whoever needs it waits.
+    """A copy of a small tensor: the thread that trains makes it and continues, whoever needs it waits.
 
     Args:
         source: May be changed, or given up, after that.

@@ -202,7 +202,7 @@ def layers_of_routers(chunks: Sequence[torch.nn.Module]) -> dict[TopKRouter, int
 
 
 def _layer_of_gpt(router: TopKRouter) -> int:
-    """Routers of layers that predict further tokens are numbered from 1 anew."""
+    """Routers of layers that predict further tokens are numbered from 1 again."""
     return int(router.layer_number) - 1 + (router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0)
 
 

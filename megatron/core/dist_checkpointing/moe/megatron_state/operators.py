@@ -52,7 +52,7 @@ _NON_EXPERT = (
     "mlp.fc2_latent_proj.",
 )
 # The configuration determines rotary angles: they are no training state, though they are registered as buffers, of the
-# model or, with latent attention, of each layer, which registers them anew where it needs others.
+# model or, with latent attention, of each layer, which registers them again where it needs others.
 _CONSTANT = re.compile(r"(?:.+\.)?rotary_pos_emb\..+")
 
 

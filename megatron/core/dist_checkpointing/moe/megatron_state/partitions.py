@@ -81,7 +81,7 @@ def _grid(name: str, shape: tuple[int, ...], axis: int, ranks: int, is_gated: bo
         return Grid(2, numel // 2) if is_gated else Grid(1, numel)
     if axis == 1 and len(shape) == 2:
         return Grid(shape[0], shape[1] * ranks)
-    raise UsageError(f"{name} of shape {shape} is cut along dimension {axis}, which cannot be laid out anew")
+    raise UsageError(f"{name} of shape {shape} is cut along dimension {axis}, which cannot be laid out again")
 
 
 # Whether views cover memory exactly once: arithmetic on address ranges.
@@ -153,7 +153,7 @@ def check_cover(expected: Sequence[Extent], found: Sequence[Extent]) -> None:
             raise IncompleteState(f"state is covered twice: {extent.name} and {following.name} share memory")
     # Both ways: state that nobody saves, and views that were left behind by an optimizer that replaced its state.
     _raise_for(expected, Cover(found), "belongs to no operator and not to the trainer state")
-    _raise_for(found, Cover(expected), "is no live training state; enumerate the state anew after it was replaced")
+    _raise_for(found, Cover(expected), "is no live training state; enumerate the state again after it was replaced")
 
 
 def _raise_for(extents: Iterable[Extent], cover: Cover, trouble: str) -> None:

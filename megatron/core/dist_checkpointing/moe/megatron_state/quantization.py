@@ -7,7 +7,7 @@ of an operator but of the rank, in every snapshot, as random states are. One sna
 largest value of a weight is noted when the optimizer casts it, which it does not do for a frozen one.
 
 Checked against Transformer Engine 2.11.0 and 2.20.2. What follows from weights is not kept: `_fp8_workspaces` are made
-anew in the first microbatch of an iteration, `_transpose` when weights are gathered.
+again in the first microbatch of an iteration, `_transpose` when weights are gathered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Puts the records of snapshots back into the live state of a rank.
 
 What a restore must not get wrong is that something is left as it was: an operator of which a record was forgotten
-would go on with stale values, and nobody would see it. So `poison` fills everything with NaN first, each record that
-is written is noted by its key, and `complete` refuses to go on while a key is missing.
+would continue with stale values, and nobody would see it. So `poison` fills everything with NaN first, each record that
+is written is noted by its key, and `complete` refuses to continue while a key is missing.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ class LiveRestorer:
         return f"{len(required)} tensors of this rank's state were not restored from any snapshot: {named}"
 
     def complete(self) -> None:
-        """As `ports.Restorer.complete`; compute weights that were not restored to the last one are derived anew."""
+        """As `ports.Restorer.complete`; compute weights that were not restored to the last one are derived again."""
         if why := self.missing():
             raise UnreadableCheckpoint(why)
         # Compute weights are all that may be missing here; if any are, all are derived: the cast is the same one.
         self._complete(bool(self._not_written()))
-        self._tensors = None  # enumerated anew next time: an optimizer may replace its state meanwhile
+        self._tensors = None  # enumerated again next time: an optimizer may replace its state meanwhile
 
     def _not_written(self) -> list[StateTensor]:
         return [state for state in self._all() if state.key not in self._written and state.key not in self._shared]

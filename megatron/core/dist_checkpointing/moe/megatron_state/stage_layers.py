@@ -3,7 +3,7 @@
 Each stage says which layers its chunks have, and what is around them. What follows from that is the same on all stages,
 and, where layers keep their order, under any number of stages:
 
-    stack      layers whose paths differ in one index: `decoder.layers.3`. A stack goes on from chunk to chunk, where
+    stack      layers whose paths differ in one index: `decoder.layers.3`. A stack continues from chunk to chunk, where
                its indices begin at 0 again
     number     stacks one after the other, in the order in which chunks show them, and in each the order of its layers
     around     the embedding and the head by a table of names of the language model, else by place: what comes before

@@ -256,7 +256,7 @@ class LiveTrainerState:
             raise UnreadableCheckpoint(
                 f"random states {', '.join(foreign)} were made on another kind of device, and training draws random"
                 f" numbers there ({self._draws}): start on that kind of device, or give --moe-ckpt-reshard inexact to"
-                " go on with other ones"
+                " continue with other ones"
             )
         return foreign
 

@@ -1,4 +1,4 @@
-"""How many data-parallel replicas a job may go on with, of those that whole nodes can make."""
+"""How many data-parallel replicas a job may continue with, of those that whole nodes can make."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ..errors import MoECheckpointError
 
 
 class UnexpectedEvent(MoECheckpointError):
-    """An event that cannot happen in a state: the caller has lost track, and must not go on as if all were well."""
+    """An event that cannot happen in a state: the caller has lost track, and must not continue as if all were well."""
 
     def __init__(self, state: enum.Enum, event: enum.Enum, allowed: tuple[enum.Enum, ...]) -> None:
         names = ", ".join(known.name for known in allowed)
@@ -68,7 +68,7 @@ class WindowState(enum.Enum):
     PROTECTED = "All peers that were asked for have verified all of it: it survives the loss of nodes."
     UNDER_REPLICATED = "It is whole on all ranks, but some replica is missing, and is not tried again."
     GIVEN_UP = "Some rank has no snapshot of it: it restores nothing, and goes once nothing of it is under way."
-    RESTORED = "A recovery found it whole on all ranks; whether its replicas are there is still counted anew."
+    RESTORED = "A recovery found it whole on all ranks; whether its replicas are there is still counted again."
     SPARE = "A recovery found these pieces on some ranks only; they stay until a newer window is protected."
     FREED = "Its memory belongs to other windows."
 
@@ -79,7 +79,7 @@ class WindowEvent(enum.Enum):
     BEGUN = "The next one of its snapshots is planned, and is copied from here on."
     SEALED = "All ranks have sealed a snapshot other than the last one."
     ALL_SEALED = "All ranks have sealed its last snapshot, and with it the window."
-    ENDED = "Nothing more happens to the replicas of one snapshot, and the window goes on."
+    ENDED = "Nothing more happens to the replicas of one snapshot, and the window continues."
     ALL_ACKNOWLEDGED = "The last replica of any of its snapshots was verified."
     REPLICAS_MISSING = "Nothing more happens to its replicas, and some are missing."
     FAILED = "Some rank could not copy or seal a snapshot."

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from ..errors import UsageError
 
 type Lineage = tuple[tuple[str, int], ...]
-"""Attempts, oldest first: a name, as `attempt_name` gives it, and the iteration after which it went on."""
+"""Attempts, oldest first: a name, as `attempt_name` gives it, and the iteration after which it continued."""
 
 MAX_ATTEMPTS = 64
 MOST_ATTEMPTS = 1 << 62
@@ -49,7 +49,7 @@ def largest_number(timelines: Iterable[Lineage]) -> int:
 
 
 def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
-    """The timeline of an attempt that goes on from a state of `timeline` as it was after iteration `after`.
+    """The timeline of an attempt that continues from a state of `timeline` as it was after iteration `after`.
 
     The oldest attempts are forgotten beyond MAX_ATTEMPTS, and their snapshots with them.
 
@@ -63,7 +63,7 @@ def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
     """
     if timeline and timeline[-1][1] > after:
         raise UsageError(
-            f"an attempt cannot go on after iteration {after}: its timeline begins after {timeline[-1][1]}"
+            f"an attempt cannot continue after iteration {after}: its timeline begins after {timeline[-1][1]}"
         )
     return (*timeline, (attempt, after))[-MAX_ATTEMPTS:]
 

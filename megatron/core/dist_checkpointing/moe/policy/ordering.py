@@ -1,4 +1,4 @@
-"""Orderings: which operators a window anchors first, and when to order anew (MoEvement 3.5, App. B and E)."""
+"""Orderings: which operators a window anchors first, and when to order again (MoEvement 3.5, App. B and E)."""
 
 from __future__ import annotations
 

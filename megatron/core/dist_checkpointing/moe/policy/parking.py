@@ -28,7 +28,7 @@ class StepPhase(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """Why training does not go on."""
+    """Why training does not continue."""
 
     PEER_LOST = "A collective failed because another process ended or hung up."
     TOLD_TO_END = "The launcher asked this process to end (SIGTERM)."

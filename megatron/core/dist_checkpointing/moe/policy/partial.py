@@ -155,7 +155,7 @@ def persist_selection(
     ages: Sequence[Sequence[int]],
     ep: int = 1,
 ) -> tuple[OperatorId, ...]:
-    """The K_persist experts per MoE layer, of those in the snapshot, that go on to storage (MoC 5.1).
+    """The K_persist experts per MoE layer, of those in the snapshot, that go to storage (MoC 5.1).
 
     The paper leaves the choice open; taking a fixed part of each rotating snapshot would persist the same experts for
     ever. Here those persisted longest ago go first; equal ones from the rank that has persisted least in this

@@ -216,7 +216,7 @@ class RestoredState:
     """What a recovery left: from here on the windows are tracked again.
 
     Args:
-        target: the iteration that training goes on after.
+        target: the iteration that training continues after.
         kept: pieces of snapshots in the memory of all ranks, of windows only whole ones.
         persisted: snapshots in storage, of all ranks, those of one window together, oldest first.
         spare: pieces in the memory of some ranks, by iteration and kind, to be kept until a newer window is protected.

@@ -95,7 +95,7 @@ class Reader(Protocol):
         """The records that cannot be read or whose checksum does not match; empty when all is well."""
 
     def close(self) -> None:
-        """Let go of the snapshot; views that were read stay valid and keep their bytes pinned."""
+        """Release the snapshot; views that were read stay valid and keep their bytes pinned."""
 
     def __enter__(self) -> Self:
         """The reader itself."""

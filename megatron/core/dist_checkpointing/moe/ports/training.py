@@ -37,7 +37,7 @@ class TrainerState(Protocol):
 
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
         """After an iteration that was run again: what of the live state is not that of these `tensors`, which were
-        captured when it ran first, of all that such an iteration makes anew; empty if nothing. Random states may be
+        captured when it ran first, of all that such an iteration makes again; empty if nothing. Random states may be
         others."""
 
     def restore_common(self, scalars: Mapping[str, Json]) -> None:

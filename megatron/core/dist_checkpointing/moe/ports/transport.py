@@ -93,7 +93,7 @@ class Transport(Protocol):
         """
 
     def renew(self) -> None:
-        """Connect all ranks anew after a failure; every rank must come. Raises PeerLost when one does not."""
+        """Connect all ranks again after a failure; every rank must come. Raises PeerLost when one does not."""
 
     def close(self) -> None:
         """End all connections."""
@@ -122,7 +122,7 @@ class Stopwatch(Protocol):
         """Training launches nothing more for now."""
 
     def resume(self) -> float:
-        """It goes on; the seconds for which the device had nothing to do since `pause`."""
+        """It continues; the seconds for which the device had nothing to do since `pause`."""
 
     def lap_s(self) -> float | None:
         """Seconds that the work took which was launched before the last `pause`, since the `resume` before that; None

@@ -129,7 +129,7 @@ def listing(
 
 
 def _mismatch(facts: Facts, accepts: Mapping[str, Json], job: str, strategy: str) -> str:
-    """Why this job cannot go on from such a snapshot; empty if it can."""
+    """Why this job cannot continue from such a snapshot; empty if it can."""
     if dict(facts.topology) != dict(accepts):
         return f"it was made in the parallel layout {dict(facts.topology)}, this job has {dict(accepts)}"
     if job and facts.job != job:
@@ -333,7 +333,7 @@ class Catalogue:
 def is_past(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
     """Whether a snapshot lies in the past of a timeline.
 
-    Also one that was made by an attempt that only went on from that iteration: it was trained by the one before.
+    Also one that was made by an attempt that only continued from that iteration: it was trained by the one before.
 
     Args:
         snapshot: The timeline of the snapshot.

@@ -80,7 +80,7 @@ class LocalInventory:
 
         Raises:
             StoreFailure: On all ranks when one cannot list what it has. A store that cannot be read now is not an empty
-                one: going on as if it were would give up what lies in it.
+                one: continuing as if it were would give up what lies in it.
         """
         rank, topology = self._transport.rank, job.topology
         rows, problem = list[InventoryRow](), None

@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """A recovery that was carried out: training goes on after `plan.target`, whose snapshot has this timeline."""
+    """A recovery that was carried out: training continues after `plan.target`, whose snapshot has this timeline."""
 
     plan: RecoveryPlan
     timeline: Lineage
@@ -103,7 +103,7 @@ class Waiting:
 
 
 class Recovery:
-    """One attempt of a job to go on from what an earlier one left; all methods are collectives over all ranks.
+    """One attempt of a job to continue from what an earlier one left; all methods are collectives over all ranks.
 
     Sequence: `look`, then `carry_out` or `discard`; where `carry_out` gives a Replay or Waiting, `finish` when that is
     done.
@@ -138,7 +138,7 @@ class Recovery:
         self._begun_s = 0.0
 
     def restore_through(self, restorer: Restorer) -> None:
-        """Live state was enumerated anew: restore into what it is now."""
+        """Live state was enumerated again: restore into what it is now."""
         self._ports = replace(self._ports, restorer=restorer)
 
     def look(self) -> RecoveryPlan | None:
@@ -162,12 +162,13 @@ class Recovery:
 
     @property
     def timeline(self) -> Lineage:
-        """Of the state at the target, and of what is stored of it or of earlier iterations before training goes on."""
+        """Of the state at the target, and of what is stored of it or of earlier iterations before training
+        continues."""
         return past(self._timeline, self._plan.target) if self._plan is not None else ()
 
     @property
     def is_own(self) -> bool:
-        """Whether the plan goes on from a state that this job itself left, and not from one of another job."""
+        """Whether the plan continues from a state that this job itself left, and not from one of another job."""
         if self._plan is None:
             return False
         return self._found.judge.is_own(self._plan.target, self._timeline)
@@ -228,7 +229,7 @@ class Recovery:
 
         A Replay where this rank has to run iterations again before its state is dense, Waiting where only others come
         to the target by themselves: nothing is given up before `finish`.
-        Live state is filled with NaN first, so after None it has to be built anew.
+        Live state is filled with NaN first, so after None it has to be built again.
         """
         self._begun_s = self._ports.clock.now_s()
         while self._plan is not None:
@@ -361,7 +362,7 @@ class Recovery:
         return self._digest.survey
 
     def _usable(self, timeline: Lineage) -> Catalogue:
-        """What may be used, if training goes on in this timeline."""
+        """What may be used, if training continues in this timeline."""
         found = self._found.catalogue.within(timeline)
         return found if self._is_local else found.without_standby()
 
@@ -388,7 +389,7 @@ class Recovery:
         return self._left_to_do(plan, attempt, metadata)
 
     def _interrupted(self, plan: RecoveryPlan) -> KeptReplay | None:
-        """The replay of this plan that all its ranks are in the middle of, at the same iteration; else it begins anew.
+        """The replay of this plan that all its ranks are in the middle of, at the same iteration; else it begins again.
 
         A collective over these ranks. Where other stages take part in it now the segment is another one.
         """
@@ -432,7 +433,7 @@ class Recovery:
         try:
             return self._strategy.resumed(plan, metadata.strategy, newest)
         except (MoECheckpointError, KeyError, TypeError, ValueError) as error:
-            why = f"the strategy cannot go on from it: {format_error(error)}"
+            why = f"the strategy cannot continue from it: {format_error(error)}"
             raise RefusedCopies({metadata.strategy_from: why}) from error
 
     def _left_to_do(

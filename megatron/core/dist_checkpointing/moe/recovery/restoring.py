@@ -285,7 +285,7 @@ class RestoreTask:
         """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it; where
         it is that of the base already, nothing is copied."""
         if self._resumed is not None:
-            self._go_on(self._resumed)
+            self._continue(self._resumed)
             return
         wanted = [one for one in self._held if one[0].parts and one[0].found.snapshot.iteration <= self._base]
         if self._ports.kept.is_that_of(reader for _, reader in wanted):
@@ -302,7 +302,7 @@ class RestoreTask:
         if self._refused:
             raise RefusedCopies(self._refused)
 
-    def _go_on(self, kept: KeptReplay) -> None:
+    def _continue(self, kept: KeptReplay) -> None:
         """Operators that are still frozen in the next iteration have compute weights only."""
         if self._refused:
             raise RefusedCopies(self._refused)
@@ -396,7 +396,7 @@ class RestoreTask:
         return Replay(replay, steps, len(own), tolerance, members=members, unlogged=lacked_here, compared=compared)
 
     def close(self) -> None:
-        """Let go of all of them but the late ones."""
+        """Release all of them but the late ones."""
         self._open.close()
         self._held, self._arrived = [], {}
 

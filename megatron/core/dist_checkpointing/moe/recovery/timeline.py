@@ -147,7 +147,7 @@ def left_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def forget(folder: Path) -> None:
-    """The recovery is over, or training goes on from elsewhere: the next fault begins a timeline of its own."""
+    """The recovery is over, or training continues from elsewhere: the next fault begins a timeline of its own."""
     try:
         (folder / FILE).unlink(missing_ok=True)
     except OSError as error:

@@ -140,7 +140,7 @@ class Replay:
             sent.
         members: The ranks of these stages; all ranks where empty.
         unlogged: Iterations of which this rank's own boundary log is gone.
-        compared: What was compared before `steps`, where the replay goes on after another fault.
+        compared: What was compared before `steps`, where the replay continues after another fault.
 
     Attributes:
         compared: By iteration, what this rank compared with what was recorded, and found alike.
@@ -222,7 +222,7 @@ class Replay:
         self._done += 1
         self._log_progress(step, len(following))
         if self.is_done:
-            # Training goes on as before the fault: with overlap, with all parameters in the optimizer's lists.
+            # Training continues as before the fault: with overlap, with all parameters in the optimizer's lists.
             self._boundary = None
             self._ports.execution.thaw()
             self._ports.ended()
@@ -230,7 +230,7 @@ class Replay:
             self._arm()
 
     def is_interrupted(self, calls: bool) -> bool:
-        """Between two iterations: whether the replay stops here for a fault of other stages, to go on in the next
+        """Between two iterations: whether the replay stops here for a fault of other stages, to continue in the next
         recovery; a collective over the ranks that replay alone. calls: whether this rank was told of one."""
         return self.alone and not self.is_done and any(self._group.gather(calls))
 
@@ -249,7 +249,7 @@ class Replay:
         except ReplayDiverged:
             raise
         except MoECheckpointError as error:
-            raise StoreFailure(f"the replay has to begin anew: {error}") from error
+            raise StoreFailure(f"the replay has to begin again: {error}") from error
 
     def _load(self, step: ReplayStep, outcome: StepJournal, following: Collection[OperatorId]) -> None:
         # Before anything is overwritten: a replay that has diverged must not be taken for the state it was meant to be.
@@ -342,7 +342,7 @@ def _trainer_tensors(reader: Reader) -> dict[str, memoryview]:
 def _diverged(step: ReplayStep, what: str) -> ReplayDiverged:
     return ReplayDiverged(
         f"the replay of iteration {step.iteration} came out otherwise: {what}; the state would not be the one that was"
-        " lost, so training does not go on from it (docs/gpu.md says what makes hardware repeat itself, and"
+        " lost, so training does not continue from it (docs/gpu.md says what makes hardware repeat itself, and"
         " --moe-ckpt-replay-tolerance by how much losses may differ where it does not)"
     )
 

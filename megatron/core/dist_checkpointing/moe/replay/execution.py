@@ -38,7 +38,7 @@ class LiveExecution:
 
     Frozen operators take part in the forward pass, and gradients flow through them. Their weights get none, and the
     optimizer passes by them: their master weights and moments are neither read nor written, and may hold anything. A
-    router's counters and expert biases go on also where it is frozen: they depend on the forward pass only.
+    router's counters and expert biases continue also where it is frozen: they depend on the forward pass only.
 
     Args:
         chunks: The model chunks of this rank, wrapped in DistributedDataParallel, which `state_tensors` has accepted.

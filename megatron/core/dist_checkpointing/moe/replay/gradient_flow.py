@@ -79,7 +79,7 @@ def _flow_everywhere(config: Any) -> bool:
     """Whether stopping gradients would change more than gradients.
 
     A recomputed router counts tokens only when it runs again in the backward pass, and a recomputed layer needs
-    an input with a gradient to run at all. Compiled fusions are compiled anew where nothing requires a gradient, and
+    an input with a gradient to run at all. Compiled fusions are compiled again where nothing requires a gradient, and
     may then draw other random numbers. Delayed scaling notes the largest gradient of each layer, and takes new scales
     at the end of a backward pass, which is where the lowest layer's is.
     """

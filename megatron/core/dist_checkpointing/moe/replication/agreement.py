@@ -136,7 +136,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-# Where ranks that connect anew find each other: in a store, under a number on which all of them agree.
+# Where ranks that connect again find each other: in a store, under a number on which all of them agree.
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.1
@@ -150,7 +150,7 @@ class ConnectionEpochs:
     """Numbers the connections of a job: all ranks that `meet` leave with the same number, larger than before.
 
     A rank asks for the number after its last one and marks itself there. Whoever waits at a number and sees that the
-    next one was asked for goes on to it, so that ranks which notice a failure at different times, or gave up once
+    next one was asked for goes to it, so that ranks which notice a failure at different times, or gave up once
     already, come together at the largest. The store is polled, never waited on: a wait would keep other users of the
     same connection from it. What all ranks together ask for grows with their number, and not with its square.
     """
@@ -174,7 +174,7 @@ class ConnectionEpochs:
                 missing = self._missing()
                 self._leave()
                 raise PeerSilent(
-                    f"rank {self._rank} waited {timeout_s:g} s for all {self._world_size} ranks to connect anew:"
+                    f"rank {self._rank} waited {timeout_s:g} s for all {self._world_size} ranks to connect again:"
                     f" {f'{ranks_named(missing)} did not come' if missing else _TOO_LATE}",
                     missing,
                 )

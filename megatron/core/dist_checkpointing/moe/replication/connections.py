@@ -79,7 +79,7 @@ class Message:
         self.through = False
 
     def end(self, *, through: bool) -> None:
-        """Let go of the bytes."""
+        """Release the bytes."""
         self.memory, self.through = memoryview(b""), through
         self.ended.set()
 
@@ -378,7 +378,7 @@ def check_open(connection: socket.socket) -> None:
 
 
 def _made_ready(connection: socket.socket) -> socket.socket:
-    """Blocking: only then a call goes on until all of a chunk has moved."""
+    """Blocking: only then a call continues until all of a chunk has moved."""
     connection.settimeout(None)
     # Small messages are answered one by one: Nagle's algorithm would hold them back for acknowledgements.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

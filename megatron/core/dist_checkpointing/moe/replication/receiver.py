@@ -329,7 +329,7 @@ class IncomingReplicas:
         )
 
     def give_up(self) -> None:
-        """Let go of all memory; nothing that is open is kept."""
+        """Release all memory; nothing that is open is kept."""
         items = [item for items in self._items.values() for item in items]
         # Transfers go first, of all pieces: gloo may still write to a buffer whose replica was abandoned and reused.
         for item in items:

@@ -200,7 +200,7 @@ class ReplicationRound:
         )
 
     def give_up(self) -> None:
-        """Let go of all memory; nothing that is open is kept."""
+        """Release all memory; nothing that is open is kept."""
         self._under_way.clear()
         self._incoming.give_up()
         self._offers.clear()

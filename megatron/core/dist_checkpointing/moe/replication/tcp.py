@@ -219,7 +219,7 @@ class TcpTransport:
         self._ending = weakref.finalize(self, connections.end, "the transport is gone")
 
     def close(self) -> None:
-        """As `ports.Transport.close`; lets go of all buffers. Can be called again."""
+        """As `ports.Transport.close`; releases all buffers. Can be called again."""
         self._drop("the transport was closed")
 
     def refuse(self, what: str) -> NoReturn:

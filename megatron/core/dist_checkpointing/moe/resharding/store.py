@@ -73,7 +73,7 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
 
 def _is_whole(iterations: range, at: Mapping[int, Generation]) -> bool:
     """Whether all iterations are there, and one led to the other: an attempt that was cut off while it stored a window
-    anew leaves the rest of that of an attempt before."""
+    again leaves the rest of that of an attempt before."""
     if not at.keys() >= set(iterations):
         return False
     return all(belongs(at[iteration].timeline, iteration, at[iterations[-1]].timeline) for iteration in iterations)
@@ -112,7 +112,7 @@ class ReshardingStore:
         live: The state of this rank; asked for once, if there are snapshots of another layout at all.
         layout: The layout of this job, as manifests have it.
         rank: This rank.
-        inexact: Go on also where training draws random numbers, which will be others.
+        inexact: Continue also where training draws random numbers, which will be others.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class ReshardingStore:
             if live.draws and not self._inexact:
                 raise UnreadableCheckpoint(
                     f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
-                    " --moe-ckpt-reshard inexact to go on with other ones"
+                    " --moe-ckpt-reshard inexact to continue with other ones"
                 )
             return generation.assembly(live)
         except UnreadableCheckpoint as error:

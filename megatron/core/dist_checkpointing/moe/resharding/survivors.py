@@ -1,8 +1,8 @@
 """Snapshots that another layout of this job left in the memory of the nodes, as a place that all ranks can read.
 
-A job that lost nodes, or got some back, goes on in another layout. Its memory then has what the older one made: shares
-of survivors, and replicas of the shares of lost ones. Ranks of one node read each other's memory in place, those of
-other nodes ask for records (`record_server`). A copy that proves damaged is passed by while another is left.
+A job that lost nodes, or got some back, continues in another layout. Its memory then has what the older one made:
+shares of survivors, and replicas of the shares of lost ones. Ranks of one node read each other's memory in place, those
+of other nodes ask for records (`record_server`). A copy that proves damaged is passed by while another is left.
 """
 
 from __future__ import annotations

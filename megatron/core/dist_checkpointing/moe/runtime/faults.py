@@ -83,7 +83,7 @@ class FaultInjector:
         points: Where to strike, of all ranks.
         rank: This rank.
         ledger_dir: A directory that the job's restarts share and other jobs do not. A point is recorded there, durably,
-            before it strikes, so that the restarted worker goes on. Without one, a point strikes once per process.
+            before it strikes, so that the restarted worker continues. Without one, a point strikes once per process.
         kill: Ends the process.
 
     Raises:

@@ -238,7 +238,7 @@ class Iterations:
         self._finished = True
 
     def restored(self) -> None:
-        """Training stands where it goes on: follow its optimizer from here on."""
+        """Training stands where it continues: follow its optimizer from here on."""
         if self._is_active:
             self._arm()
 

@@ -87,7 +87,7 @@ class LiveState:
         self.refresh()
 
     def refresh(self) -> None:
-        """Enumerate it anew, as is needed after a checkpoint was loaded in another way."""
+        """Enumerate it again, as is needed after a checkpoint was loaded in another way."""
         chunks, optimizer, trainer = self._training.chunks, self._training.optimizer, self._training.trainer
         # First: optimizers make their moments in the first step, and before that there is nothing to enumerate.
         allocate_optimizer_state(optimizer)

@@ -232,7 +232,7 @@ class ProtectedSession(Session):
         )
 
     def _renew_strategy(self) -> None:
-        """Begin anew with one that has learned nothing from a recovery that came to nothing."""
+        """Begin again with one that has learned nothing from a recovery that came to nothing."""
         self.strategy = STRATEGIES[self.config.strategy](self.job)
         self.memory.fit_strategy(self.strategy)
 
@@ -461,7 +461,7 @@ class ProtectedSession(Session):
         return has_ended
 
     def _close(self) -> None:
-        """Let go of everything; what is sealed in memory stays."""
+        """Release everything; what is sealed in memory stays."""
         try:
             self.held.close()
         except Exception as error:  # connections may be lost: whoever speaks through them fails

@@ -34,7 +34,7 @@ class RankMemory:
         store: For snapshots, once `open` has returned.
         survivor: What logs and parks in the memory beside it; None where a recovery cannot be local.
         specs: Buffers of snapshots that the strategy asks for, as they are now.
-        room: What the node has of it, measured anew with each call; a collective.
+        room: What the node has of it, measured again with each call; a collective.
     """
 
     store: MemoryStore
@@ -92,7 +92,7 @@ class RankMemory:
             log.info("%s", memory_report_of(self.specs, self._job, self._rank, len(self._owners), self.log_bytes()))
 
     def close(self, *, began: bool = True) -> None:
-        """Let go of it; what is in it stays with the node. began: whether training was protected with it; else memory
+        """Release it; what is in it stays with the node. began: whether training was protected with it; else memory
         in which nothing is goes back to the node, where it would be in the way of other jobs."""
         for memory in self._memories.values():
             keeps = began or bool(memory.snapshots().sealed)

@@ -85,14 +85,14 @@ class Restart:
         if request.survivors:
             raise NewProcessesNeeded(
                 f"{request.survivors} ranks have kept their processes, and nothing in memory or storage brings them"
-                " back: all ranks start anew"
+                " back: all ranks start again"
             )
         if plan is None and not request.asked_for:
             self._refuse_strangers(request, *recovery.of_others)
         if plan is None and request.run_again is not None and self._is_run_again(trainer, request):
             return
         if plan is None:
-            self._refuse_to_begin_anew(request)
+            self._refuse_to_begin_again(request)
         if plan is None and self._unusable and load is None:
             raise UsageError(
                 f"{self._where} has snapshots that this job cannot use: {self._unusable}; give --load, or"
@@ -102,7 +102,7 @@ class Restart:
             return
         if recovery.diverged and self.control.rank == 0:
             again = "those up to %d are trained again, since no replay leads there exactly"
-            log.warning(f"training goes on from iteration %d: {again}", trainer.iteration, recovery.newest_iteration)
+            log.warning(f"training continues from iteration %d: {again}", trainer.iteration, recovery.newest_iteration)
         self.older.discard()
         self._discard_own()
 
@@ -175,7 +175,7 @@ class Restart:
         return True
 
     def _refresh(self) -> None:
-        """Enumerate the training state anew, as is needed after a checkpoint was loaded in another way."""
+        """Enumerate the training state again, as is needed after a checkpoint was loaded in another way."""
         self.state.refresh()
         self.recovery.restore_through(self.state.restorer)
         if self.survivor is not None:
@@ -183,7 +183,7 @@ class Restart:
 
     def _discard_own(self) -> None:
         """Free what is in memory in the layout of this job."""
-        self.recovery.discard()  # also anew: what the strategy learned from a recovery that came to nothing
+        self.recovery.discard()  # also again: what the strategy learned from a recovery that came to nothing
         self.renew_strategy()
 
     @property
@@ -201,19 +201,19 @@ class Restart:
         if iteration > request.newest:
             raise UsageError(
                 f"{self._where} holds iteration {iteration} of job {job}, and this is job {self.identity.job}: give"
-                f" --moe-ckpt-take-over {job} to go on from it, or start under its id (torchrun --rdzv-id), or take"
+                f" --moe-ckpt-take-over {job} to continue from it, or start under its id (torchrun --rdzv-id), or take"
                 " another folder"
             )
 
     def _refuse_after_damage(self, request: Request) -> None:
-        self._refuse_to_begin_anew(request)
+        self._refuse_to_begin_again(request)
         if request.load is None and not request.survivors:
             raise UsageError(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                 " give --load with an older checkpoint, or remove them to begin at iteration 0"
             )
 
-    def _refuse_to_begin_anew(self, request: Request) -> None:
+    def _refuse_to_begin_again(self, request: Request) -> None:
         """Training that came far must not begin at iteration 0 because a replay differs in a bit: a user decides."""
         if (request.load is None or request.newest < 0) and self.recovery.diverged:
             raise NoExactState(
@@ -286,7 +286,7 @@ class Restart:
             # Here too the next replay should not have to begin before this state.
             self.recovery.close()  # all is read, and what is parked now needs the memory of what was parked before
             self._attend(self._target, StepPhase.REJOINING)
-            if problem := self.survivor.park_anew(self.strategy.to_data()):
+            if problem := self.survivor.park_again(self.strategy.to_data()):
                 log.warning("rank %d: %s", self.control.rank, problem)
         # Here all ranks meet, each as soon as it has done its part.
         outcome = self.recovery.finish(self.replay)

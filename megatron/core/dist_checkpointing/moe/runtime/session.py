@@ -55,7 +55,7 @@ class Session:
         is_replaying: Whether training runs iterations again to make its state dense: nothing may be saved meanwhile.
         replays_alone: Whether it does so while other stages of the pipeline wait.
         repeats_steps: Whether any rank runs iterations, or steps, again; the same on all.
-        episode: The timeline of the recovery that training goes on from.
+        episode: The timeline of the recovery that training continues from.
         unreported: How the iteration of the recovered state came out, where this rank has not written down its numbers.
     """
 
@@ -71,7 +71,7 @@ class Session:
         self.leases = leases
 
     def restore(self, trainer: LiveTrainerState, request: Request) -> None:
-        """Bring everything that training changes to where it goes on. Errors as of `MoECheckpointManager.resume`.
+        """Bring everything that training changes to where it continues. Errors as of `MoECheckpointManager.resume`.
 
         Args:
             trainer: Its iteration is set.
@@ -91,8 +91,8 @@ class Session:
         """
 
     def interrupts_replay(self, calls: bool) -> bool:
-        """Between two iterations of a replay: whether it stops here for a fault of other stages, and goes on when they
-        have recovered; a collective over the ranks that replay together.
+        """Between two iterations of a replay: whether it stops here for a fault of other stages, and continues when
+        they have recovered; a collective over the ranks that replay together.
 
         Args:
             calls: Whether this rank was told of such a fault.
@@ -148,10 +148,10 @@ class Session:
         """Training ends with an error, and connections are closed: begin nothing new, and park what is complete."""
 
     def abandon(self) -> bool:
-        """After `failure`, where this process stays: let go of all that another session in it takes up again.
+        """After `failure`, where this process stays: release all that another session in it takes up again.
 
         Live state and what is sealed in memory stay as they are. Whether all work beside training has come to an end;
-        else this process must not go on.
+        else this process must not continue.
         """
         return True
 

@@ -247,7 +247,7 @@ class Watcher:
                 return
             self.interrupted = cause
             # Set before anything is aborted: it is raised before Python code can use what aborted calls leave behind.
-            # A step that was cut off goes on to its end, in which it must not be interrupted elsewhere.
+            # A step that was cut off continues to its end, in which it must not be interrupted elsewhere.
             if not is_forced:
                 self._main.throw(TerminationRequested if cause is Cause.TOLD_TO_END else lost)
         # Links first, which takes no time: to abort communicators may take seconds, and other ranks wait.

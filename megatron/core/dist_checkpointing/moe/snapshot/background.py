@@ -135,7 +135,7 @@ class BackgroundWork:
             CheckpointFailure: With `--moe-ckpt-strict`, which ends training.
         """
         why = "; ".join(dict.fromkeys(failures)) or "the reason is in the log of another rank"
-        then = "training ends because of --moe-ckpt-strict" if self._strict else "training goes on"
+        then = "training ends because of --moe-ckpt-strict" if self._strict else "training continues"
         # A rank without a reason of its own leaves it to those that have one, and to rank 0, to speak.
         log.log(logging.ERROR if failures else logging.WARNING, "%s: %s; %s", what, why, then)
         if self._strict:

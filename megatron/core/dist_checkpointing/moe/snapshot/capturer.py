@@ -144,7 +144,7 @@ class LiveCapturer:
         self.states = None
         try:
             self._engine.wait(timeout_s)
-        except TimeoutError:  # the copies go on, and so does this capture
+        except TimeoutError:  # the copies continue, and so does this capture
             raise
         except BaseException:
             self._under_way, self._random_into = False, []
@@ -190,7 +190,7 @@ class LiveCapturer:
         return Layout.of([*fields, *(self._random if trainer else ())])
 
     def _prepared(self, layout: Layout) -> _PreparedLayout:
-        """What was prepared for a layout, or is prepared anew if that was forgotten meanwhile.
+        """What was prepared for a layout, or is prepared again if that was forgotten meanwhile.
 
         The cache is searched for the very object that `layout` gave out: to compare two layouts would compare the
         fields of thousands of tensors in every iteration. An equal layout that is another object is only slower. What

@@ -181,7 +181,7 @@ class Coordinator:
         self._iteration = 0
 
     def resume(self, state: RestoredState) -> None:
-        """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
+        """Continue after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self._iteration = state.target
         self._tracker.resume(state)
 

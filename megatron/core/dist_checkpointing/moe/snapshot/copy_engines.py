@@ -1,4 +1,4 @@
-"""Copy engines: move bytes from live tensors into host memory segments while training goes on.
+"""Copy engines: move bytes from live tensors into host memory segments while training continues.
 
 There are two, with one interface: `ThreadEngine` copies CPU tensors with a thread of its own, `StreamEngine` (in
 `stream_engine.py`) copies CUDA tensors on streams of its own. Each serves one of two users, never both:
@@ -186,7 +186,7 @@ class CopyEngine(abc.ABC):
 
     @abc.abstractmethod
     def drop(self) -> None:
-        """Copy no more of what was added. What cannot be stopped goes on, and the next `wait` waits for it."""
+        """Copy no more of what was added. What cannot be stopped continues, and the next `wait` waits for it."""
 
     @abc.abstractmethod
     def trial(self, spans: Sequence[Span]) -> float:

@@ -172,7 +172,7 @@ class Identity:
             for operator in sorted(self.operators)
             if operator in parts
         ]
-        # What is parked may be of the very iteration that this attempt went on from.
+        # What is parked may be of the very iteration that this attempt continued from.
         timeline: list[Json] = [[attempt, after] for attempt, after in past(self.timeline, piece.plan.iteration)]
         window: list[Json] = [piece.span[0], piece.span[-1]]
         own: dict[str, Json] = {

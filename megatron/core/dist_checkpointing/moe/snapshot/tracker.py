@@ -80,7 +80,7 @@ class SnapshotTracker:
         self._said_behind = False
 
     def resume(self, state: RestoredState) -> None:
-        """Go on after a recovery; what lost its replicas with a node is replicated again, beside training."""
+        """Continue after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self.windows, self.persisted = state.windows(), state.persisted_windows()
         if state.persisted and self.durable:
             self.newest_persisted = state.persisted[-1][-1].iteration
@@ -90,7 +90,7 @@ class SnapshotTracker:
         iteration = max(piece.plan.iteration for piece in state.kept)
         parts = {operator: part for piece in state.kept for operator, part in piece.plan.parts.items()}
         task = SnapshotTask(SnapshotPlan(iteration, parts), state.kept, None)
-        # What was restored has copies; whether enough of them is known once they have been counted anew.
+        # What was restored has copies; whether enough of them is known once they have been counted again.
         self.protection = Protection(ProtectionState.DEGRADED, iteration)
         self._begin_round(Level.SNAPSHOT, task.plan, _newest_span(state.kept), task)
         task.running = self._background.replicate(lambda: self._worker.protect_again(task))
@@ -123,7 +123,7 @@ class SnapshotTracker:
     def statuses(self) -> Sequence[Status]:
         """How far this rank has come with each open round. Called on the thread that sends the message.
 
-        Read from the newest to the oldest while the worker's thread goes on: it ends one snapshot before it seals the
+        Read from the newest to the oldest while the worker's thread continues: it ends one snapshot before it seals the
         next, so no report can say that a later snapshot is sealed and an earlier one still under way.
         """
         return [self._tasks[round_.key].status for round_ in reversed(self.rounds.open)][::-1]
@@ -217,7 +217,7 @@ class SnapshotTracker:
         self._on_ended(round_, task, iteration)
 
     def _on_ended(self, round_: CommitRound, task: SnapshotTask, iteration: int) -> None:
-        """Nothing more happens to a snapshot: its window goes on, is judged, or is given up."""
+        """Nothing more happens to a snapshot: its window continues, is judged, or is given up."""
         state, failed = self.windows[round_.span].state, round_.agreed is Status.FAILED
         if failed or (round_.agreed is Status.UNDER_REPLICATED and state is not WindowState.GIVEN_UP):
             self._degraded(round_, task.failures)

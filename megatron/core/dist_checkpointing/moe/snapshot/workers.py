@@ -53,7 +53,7 @@ class SnapshotTask:
             only helps others.
         scalars: the trainer's state, for the first piece.
         remembered: gives the journal of the step and the strategy's memory, for the same; called by the worker.
-        reconnect: connect all ranks anew first, because an earlier round lost a peer.
+        reconnect: connect all ranks again first, because an earlier round lost a peer.
         step: what led to it from the state of the iteration before, where that is known and peers can follow it.
     """
 
@@ -160,13 +160,13 @@ class ReplicationWorker:
             return
         try:
             if task.reconnect and not self._connected:
-                task.failures.append("replication is connected anew")
+                task.failures.append("replication is connected again")
             # All ranks set this in the same round, also those whose connections are whole: `renew` waits for all.
             if task.reconnect:
                 self._transport.renew()
                 self._connected = True
             if not self._connected:
-                raise PeerLost("replication waits until all ranks connect anew")
+                raise PeerLost("replication waits until all ranks connect again")
             self._exchange(self._replicator, task, offered)
         except Exception as error:  # an exchange that did not end is void for all its ranks
             self._connected = False
@@ -265,7 +265,7 @@ class Persister:
 
     def _check_stopped(self) -> None:
         if self._is_stopped:
-            raise UnreadableCheckpoint("training begins anew in this process: what was being persisted is given up")
+            raise UnreadableCheckpoint("training begins again in this process: what was being persisted is given up")
 
     def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""

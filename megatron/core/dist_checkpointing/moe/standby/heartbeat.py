@@ -114,7 +114,7 @@ class Heartbeat:
         self._say(Activity.TRAINING if self._doing is Activity.TRAINING else Activity.REJOINED)
 
     def rest(self, *, lost_a_peer: bool) -> None:
-        """Training ends here, or begins anew: no progress is due. lost_a_peer: nothing here is to blame."""
+        """Training ends here, or begins again: no progress is due. lost_a_peer: nothing here is to blame."""
         self._say(Activity.LOST_A_PEER if lost_a_peer else Activity.LEFT)
 
     @property

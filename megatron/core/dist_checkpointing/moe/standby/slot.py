@@ -31,7 +31,7 @@ OWN_NAME = Path("/proc/self/comm")
 PROCESS_NAME = "rank-"
 """A standby is called this and its rank once it has one, in `ps -o pid,comm` too; its environment in /proc has none."""
 FINISH_S = 60.0
-"""How long an iteration that is run again may go on when others have lost a rank: its ranks need none of them."""
+"""How long an iteration that is run again may continue when others have lost a rank: its ranks need none of them."""
 LOOK_S = 60.0
 """How often a standby that hears nothing looks again; the end of its launcher it notices at once."""
 
@@ -42,7 +42,7 @@ class WorkerSlot:
     Attributes:
         taken_s: When this process was given its rank, by `boot_clock`; None where it was started with it.
         may_stay: Whether the launcher lets a process keep its slot that lost a peer.
-        is_called_off: Whether the launcher has said since then that training begins anew.
+        is_called_off: Whether the launcher has said since then that training begins again.
     """
 
     def __init__(self, channel: Channel | None, *, may_stay: bool = False) -> None:
@@ -113,7 +113,7 @@ class WorkerSlot:
         """This process is going to stay when it loses a peer, where the launcher allows it.
 
         hang_up: Closes connections to other ranks, whatever this process is doing; called by another thread when the
-            launcher says that training begins anew.
+            launcher says that training begins again.
         """
         if self.may_stay and self._listener is None:
             self._listener = threading.Thread(target=self._listen, args=[hang_up], name="moe-ckpt-slot", daemon=True)
@@ -122,11 +122,11 @@ class WorkerSlot:
 
     @property
     def keeps(self) -> bool:
-        """Whether this process stays when it loses a peer, and hears when training begins anew."""
+        """Whether this process stays when it loses a peer, and hears when training begins again."""
         return self.may_stay and self._listener is not None
 
     def finishes_first(self, finishes: bool) -> None:
-        """Whether connections are kept for `FINISH_S` when training begins anew, or until this is taken back: whoever
+        """Whether connections are kept for `FINISH_S` when training begins again, or until this is taken back: whoever
         asks looks at `is_called_off` between two iterations."""
         (self._interruptible.clear if finishes else self._interruptible.set)()
 
@@ -190,7 +190,7 @@ class WorkerSlot:
             try:
                 self._channel.send(message)
             except ConnectionError:
-                self.may_stay = False  # training goes on without a launcher
+                self.may_stay = False  # training continues without a launcher
 
 
 @cache

@@ -1,8 +1,8 @@
 """What a fault kept from following the iteration to which training was brought back: its evaluation and its save.
 
 A rank that outlives a fault puts its state aside as it is after the optimizer's step. When all ranks stand there again,
-the loop goes on with the next iteration: what was due in between, no call of the loop comes back to. It is made up for
-here, by the loop's own functions, and reads the very samples that the undisturbed evaluation reads.
+the loop continues with the next iteration: what was due in between, no call of the loop comes back to. It is made up
+for here, by the loop's own functions, and reads the very samples that the undisturbed evaluation reads.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class SuppressedEffects:
             self._mode = None
 
     def go_on(self) -> None:
-        """Go on with the call that was put off, if any."""
+        """Continue with the call that was put off, if any."""
         if self._put_off is not None:
             call, self._put_off = self._put_off, None
             call.go_on()

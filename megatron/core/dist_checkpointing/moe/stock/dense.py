@@ -47,7 +47,7 @@ class StockSaves:
         self._experts: Any = None
 
     def protect(self, chunks: Any, *, loaded: bool) -> None:
-        """Training goes on here.
+        """Training continues here.
 
         Args:
             chunks: The model chunks of this rank.
@@ -79,7 +79,7 @@ class StockSaves:
         return state_dict
 
     def save(self, call: Call) -> Any:
-        """`save_checkpoint`; a checkpoint that cannot be written is reported, and training goes on."""
+        """`save_checkpoint`; a checkpoint that cannot be written is reported, and training continues."""
         root = None if call["release"] else self._root(transient=call["non_persistent_ckpt"])
         if root is None:
             return call.go_on()

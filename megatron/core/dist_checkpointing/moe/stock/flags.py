@@ -84,7 +84,7 @@ def check(config: MoECheckpointConfig, args: argparse.Namespace, version: str) -
             f"{known}. --moe-ckpt-strategy {config.strategy} runs iterations again after a fault, which depends on what"
             " core does inside: use a known release, or --moe-ckpt-strategy full"
         )
-    return f"{known}; training goes on with --moe-ckpt-strategy {config.strategy}, which relies on little of it"
+    return f"{known}; training continues with --moe-ckpt-strategy {config.strategy}, which relies on little of it"
 
 
 def check_unused(config: MoECheckpointConfig, args: argparse.Namespace) -> None:
@@ -220,8 +220,8 @@ _SHARDED = "its shards are not those that can be enumerated; use --use-distribut
 _SAMPLES = "samples that the data loader passes by are not counted as it is restored"
 
 _ALWAYS: tuple[_Rule, ...] = (
-    ("inprocess_restart", bool, "a process that goes on holds memory; let the launcher restart it"),
-    ("optimizer_cuda_graph", bool, "the step has to be entered anew each time, to wait for copies"),
+    ("inprocess_restart", bool, "a process that continues holds memory; let the launcher restart it"),
+    ("optimizer_cuda_graph", bool, "the step has to be entered again each time, to wait for copies"),
     ("optimizer", lambda kind: kind not in ("adam", "muon"), "its state is not known; use adam or muon"),
     (
         "optimizer",

@@ -75,7 +75,7 @@ class Hooks:
         make_manager: `MoECheckpointManager`.
         report: Gets how each iteration came out.
         survivors: What keeps this process through faults of others; nothing does if not given.
-        recover_only: Whether training ends, with a checkpoint, once it has come back to where it goes on.
+        recover_only: Whether training ends, with a checkpoint, once it has come back to where it continues.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class Hooks:
         return load_any
 
     def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
-        """Bring training to where it goes on, and protect it from here to the end of `pretrain`, or the next fault."""
+        """Bring training to where it continues, and protect it from here to the end of `pretrain`, or the next
+        fault."""
         with self._survivors.together(model):
             self._bring_back(model, optimizer, scheduler, load)
 
@@ -263,7 +264,7 @@ class Hooks:
         self._random = random_states() if iteration > 0 else None
 
     def _changed(self, recorded: Mapping[str, Any] | None) -> str:
-        """What the flags change of the state that training goes on from. recorded: of a snapshot; None: of what was
+        """What the flags change of the state that training continues from. recorded: of a snapshot; None: of what was
         loaded."""
         if recorded is None and self._saves is not None and self._saves.recorded_args is not None:
             recorded = shaping_flags(self._saves.recorded_args)

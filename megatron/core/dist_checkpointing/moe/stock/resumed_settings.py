@@ -1,4 +1,4 @@
-"""Flags that differ from those of what a job goes on from: the flag holds, or a line says which value does.
+"""Flags that differ from those of what a job continues from: the flag holds, or a line says which value does.
 
 Megatron-LM (0.17 to 0.19) loads the settings of the optimizer's groups with its state: --adam-beta2 or --adam-eps of a
 resumed job has no effect, and with another --lr it finds no group that fits. Memory and storage have no such settings:

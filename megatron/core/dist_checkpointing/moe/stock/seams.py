@@ -150,7 +150,7 @@ class Call:
 
 
 Hook = Callable[[Call], Any]
-"""Called in place of a seam's function; returns what that returns, which it gets by going on with the call."""
+"""Called in place of a seam's function; returns what that returns, which it gets by continuing with the call."""
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class StockCounts:
         return counts | {_FLAGS: self._flags, _COMMAND: self._command}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        """As `LoopState.load_state_dict`: let the loop start, or go on, from these counts."""
+        """As `LoopState.load_state_dict`: let the loop start, or continue, from these counts."""
         for name in _COUNTS:
             setattr(self._args, name, values[name])
         self._args.iteration = values["iteration"]

@@ -36,7 +36,7 @@ from .seams import Call, release_of
 
 log = logging.getLogger(__name__)
 
-# Jobs in the stock loop whose processes cannot outlive a fault of others: all start anew, from standbys.
+# Jobs in the stock loop whose processes cannot outlive a fault of others: all start again, from standbys.
 
 RELEASES = ("0.17", "0.18", "0.19")
 """Of Megatron-Core, with which processes were seen to stay: what its loop keeps differs between releases."""
@@ -126,7 +126,7 @@ class KeptGlobals:
         )
 
 
-# Datasets of the stock loop are built once; iterators over them are made anew where training is brought back.
+# Datasets of the stock loop are built once; iterators over them are made again where training is brought back.
 
 _FACTS = "do_train", "do_valid", "do_test", "eval_iters"
 """What ranks agree on in `args` when data are built."""
@@ -151,7 +151,7 @@ class KeptData:
         return iterators
 
     def renew(self) -> None:
-        """Let all iterators go on where `args` say that training stands. Whoever has one of them keeps it."""
+        """Let all iterators continue where `args` say that training stands. Whoever has one of them keeps it."""
         for provider, iterators in zip(self._providers, self._iterators, strict=True):
             _become(iterators, self._loop.build_train_valid_test_data_iterators(provider))
 

@@ -102,7 +102,7 @@ class FilesystemStore:
         path = self.directory / snapshot.name / SEGMENT
         manifest = self._manifest(snapshot)
         # From here on the descriptor keeps the bytes, whatever happens to their name. Should the snapshot be freed and
-        # written anew between the two lines, checksums of the old manifest refuse the new bytes.
+        # written again between the two lines, checksums of the old manifest refuse the new bytes.
         try:
             descriptor = self.system.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -129,7 +129,7 @@ class FilesystemStore:
             self._delete_left()
 
     def close(self) -> None:
-        """As `ports.Store.close`; there is nothing to let go of."""
+        """As `ports.Store.close`; there is nothing to release."""
 
     def publish(self, aside: Path, snapshot: SnapshotId) -> None:
         """For writers: the one rename that commits.

@@ -233,7 +233,7 @@ class Lease:
             if seen is None:
                 said = found or "somebody"
                 log.info("%s is leased by %s: waiting %g s for a sign of life", self._where, said, STALE_S)
-            # After a look that took long the device stood still, perhaps for the holder as well: watch anew.
+            # After a look that took long the device stood still, perhaps for the holder as well: watch again.
             quiet_s = quiet_s + POLL_S if content == seen and took_s < RENEW_S else 0.0
             seen = content
             self._wait(POLL_S)
@@ -310,7 +310,7 @@ class Lease:
             pass
 
     def _is_restored(self) -> bool:
-        """Take it anew where the file was only deleted; else say whose it is, once."""
+        """Take it again where the file was only deleted; else say whose it is, once."""
         with suppress(OSError, StoreFailure):
             self._place.let_go()
             if self._place.take(self._content(self._own), None):

@@ -79,7 +79,7 @@ class ObjectStore:
                     self._manifest(snapshot)
                     sealed.append(snapshot)
                 except UnreadableCheckpoint as error:
-                    if snapshot in tuple(self._writing.values()):  # a copy: writers come and go on other threads
+                    if snapshot in tuple(self._writing.values()):  # a copy: writers come and continue other threads
                         continue
                     if names := self._names(self._folder(snapshot)):
                         # The manifest is the last to appear and the first to go.
@@ -120,7 +120,7 @@ class ObjectStore:
                     self._remove_empty(folder)
 
     def close(self) -> None:
-        """As `ports.Store.close`; there is nothing to let go of."""
+        """As `ports.Store.close`; there is nothing to release."""
 
     def publish(self, snapshot: SnapshotId, segment: str, manifest: bytes) -> None:
         """For writers: the one object that commits.

@@ -28,7 +28,7 @@ _POLL_S = 0.05
 def take_over_memory(base: Path, node: str, job: str, others: Collection[str], fix: str) -> None:
     """Move what this job left here under another name of this machine to the folder of `node`.
 
-    Nothing happens where the job goes on from what it has under the name of `node`, or where it left nothing under
+    Nothing happens where the job continues from what it has under the name of `node`, or where it left nothing under
     others: nodes that run now, and folders that a process holds, are not left.
 
     Args:
@@ -52,7 +52,7 @@ def take_over_memory(base: Path, node: str, job: str, others: Collection[str], f
                 found = ", ".join(folder.parent.name for folder in left)
                 raise UsageError(
                     f"memory dir {base} has nothing of job {job} under the name of this node, {node}, but under"
-                    f" {found}: set {fix} to the name to go on from, or delete what is not needed"
+                    f" {found}: set {fix} to the name to continue from, or delete what is not needed"
                     f" (rm -r {' '.join(map(str, left))})"
                 )
             for folder in left:
@@ -67,13 +67,13 @@ def tell_of_memory(base: Path, node: str, job: str, others: Collection[str], fix
         for folder in [] if _is_needed(base / node / job) else _left(base, job, {node, *others}):
             log.warning(
                 "%s holds what job %s left under another name, and stays as it is, for %s is set to %s: set it to %s to"
-                " go on from there, or delete what is not needed (rm -r %s)",
+                " continue from there, or delete what is not needed (rm -r %s)",
                 folder, job, fix, node, folder.parent.name, folder,
             )  # fmt: skip
 
 
 def _is_needed(folder: Path) -> bool:
-    """Whether a job goes on from what is here, or a process holds it."""
+    """Whether a job continues from what is here, or a process holds it."""
     return any(folder.glob(f"*/segment-*.{SEALED}")) or any(map(live_owner, folder.glob(f"*/{OWNER_FILE}")))
 
 

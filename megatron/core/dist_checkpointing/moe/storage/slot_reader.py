@@ -78,7 +78,7 @@ class MemoryReader(SnapshotReader):
 
 
 class SlotReader:
-    """The snapshots in `directory`, for reading only; the owner may go on writing there.
+    """The snapshots in `directory`, for reading only; the owner may continue writing there.
 
     `being_written` says whether a segment is; without it the segment's lock is asked.
     """

@@ -381,4 +381,4 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)  # else a crash could bring the old file back after the caller has gone on
+    sync_directory(path.parent)  # else a crash could bring the old file back after the caller has continued

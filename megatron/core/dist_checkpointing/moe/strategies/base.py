@@ -11,7 +11,7 @@ same methods, so what is predicted is what runs:
         strategy.throughput_measured(throughput)          how fast copies are; only if it `needs_throughput`
         strategy.settled(plan, level, ok)                 what all ranks have sealed or persisted meanwhile
         strategy.plan(t) -> SnapshotPlan | None           what to snapshot; `pieces` cuts it into what is freed together
-        strategy.persistent(plan) -> plans                what goes on to storage, once a snapshot has settled
+        strategy.persistent(plan) -> plans                what goes to storage, once a snapshot has settled
     after a fault:
         plan = strategy.recover(inventory, lost, topology)
         strategy.resumed(plan, data, fault_iteration)     data: what `to_data` gave when the target was snapshotted
@@ -286,7 +286,8 @@ class Strategy(ABC):
         return cut(Piece("snapshot", plan))
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
-        """What goes on to persistent storage now that this snapshot has settled, oldest first; empty if it is not due.
+        """What goes to persistent storage now that this snapshot has settled, oldest first; empty if it is not
+        due.
 
         Each one is a part of a snapshot that is still kept; together they restore the state of the last one.
         """
@@ -403,7 +404,7 @@ class Strategy(ABC):
         )
 
     def resumed(self, plan: RecoveryPlan, data: Mapping[str, Any], fault_iteration: int) -> RecoveryPlan:
-        """Go on from `plan.target` with what was remembered there.
+        """Continue from `plan.target` with what was remembered there.
 
         Args:
             plan: The recovery that was carried out.

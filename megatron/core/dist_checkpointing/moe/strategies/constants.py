@@ -8,7 +8,7 @@ from typing import Any
 
 from ..types import CONSTANT, Level, OperatorId, Part, Piece, RecoveryPlan, SnapshotPlan, Tier, full_plan
 
-_REMEMBERED = 8  # newest snapshots with constant operators, of which one may still go on to storage
+_REMEMBERED = 8  # newest snapshots with constant operators, of which one may still go to storage
 
 _PART = Part.MASTER_AND_MOMENTS | Part.CONSTANT
 
@@ -36,7 +36,7 @@ class ConstantState:
 
         Args:
             plan: The snapshot.
-            writing: Whether it will go on to storage.
+            writing: Whether it will go to storage.
         """
         lacks = Level.SNAPSHOT not in self.saved and not self.flights
         lacks_stored = writing and Level.PERSIST not in self.saved and not self.writes
@@ -52,7 +52,7 @@ class ConstantState:
         return SnapshotPlan(plan.iteration, {**plan.parts, **dict.fromkeys(sorted(self.operators), _PART)})
 
     def handed_on(self, plans: tuple[SnapshotPlan, ...]) -> ConstantState:
-        """These plans go on to storage together; their round is that of the last one."""
+        """These plans go to storage together; their round is that of the last one."""
         if not any(plan.constant for plan in plans):
             return self
         return replace(self, writes=self.writes | {plans[-1].iteration})
@@ -83,7 +83,7 @@ class ConstantState:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """What a resumed run goes on from; nothing where all operators change."""
+        """What a resumed run continues from; nothing where all operators change."""
         if not self.operators:
             return {}
         operators = [[one.layer, one.kind.value, one.expert] for one in sorted(self.operators)]

@@ -1,4 +1,5 @@
-"""When a snapshot is due and when one goes on to storage: at fixed intervals, or at one that follows measured costs."""
+"""When a snapshot is due and when one goes to storage: at fixed intervals, or at one that follows measured
+costs."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class IntervalPolicy:
         return due, replace(self, last=iteration) if due else self
 
     def persist_due(self, iteration: int) -> tuple[bool, IntervalPolicy]:
-        """Whether the snapshot of `iteration` goes on to persistent storage, and the interval_policy after that."""
+        """Whether the snapshot of `iteration` goes to persistent storage, and the interval_policy after that."""
         every = self.persist_interval
         if every is None:
             return False, self
@@ -132,7 +133,7 @@ class IntervalPolicy:
         return self.choice, replace(self, choice="") if self.choice else self
 
     def to_data(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
+        """What a resumed run continues from."""
         persist = {"persist_interval": self.persist_interval} if self.persist_adapts else {}
         return {"interval": self.interval, "last": self.last, "last_persistent": self.last_persistent, **persist}
 

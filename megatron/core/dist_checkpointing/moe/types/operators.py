@@ -101,7 +101,7 @@ class Precision:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes per parameter of a full state, from which training goes on exactly."""
+        """Bytes per parameter of a full state, from which training continues exactly."""
         return self.bytes_per_parameter(Part.MASTER_AND_MOMENTS) + (0 if self.recasts else self.compute_bytes)
 
     def exact(self) -> Precision:

@@ -62,7 +62,7 @@ class PipelineWaits:
         try:
             yield
         finally:
-            # No lock: this thread goes on training at once, whatever copy threads do.
+            # No lock: this thread continues training at once, whatever copy threads do.
             self._is_open, self._closed_s = False, self.clock()
             if self._begun_s is not None and self._closed_s > begun_s:
                 self._intervals.append((begun_s - self._begun_s, self._closed_s - self._begun_s))

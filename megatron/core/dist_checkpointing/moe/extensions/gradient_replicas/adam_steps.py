@@ -1,7 +1,7 @@
 """The steps of this rank's optimizer as its peers can repeat them: gradients and settings, as Adam reads them.
 
 Taken from hooks of torch's optimizers, of which Transformer Engine's `FusedAdam` is one. They run after unscaling and
-clipping and before the schedule goes on, and not at all in a step that is skipped. Gradients are copied there, in the
+clipping and before the schedule continues, and not at all in a step that is skipped. Gradients are copied there, in the
 dtype that the optimizer reads: the next iteration clears them. From a GPU the copy is launched, and waited for by
 whoever sends it.
 """

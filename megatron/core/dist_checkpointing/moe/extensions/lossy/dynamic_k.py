@@ -79,7 +79,7 @@ def choose_k(
     A fault takes all experts back with the rest of the model to the newest checkpoint; what was trained after it is
     trained again and not lost. Lost is what experts had learnt before that checkpoint and after their own newest copy.
     So, from this checkpoint until the next, any fault loses exactly the tokens that the experts which `select(k)`
-    leaves out have not saved by now, and it is enough to decide anew before each checkpoint: the smallest K from
+    leaves out have not saved by now, and it is enough to decide again before each checkpoint: the smallest K from
     `floor`, doubled up to N, with which PLT so far + PLT of that loss stays within the threshold. Repeated faults at
     one checkpoint lose nothing more, because all experts then are as their copies. With K = N nothing can be lost,
     so a threshold that holds once holds for ever. K falls back when less is at risk; as losses add up, it rises for

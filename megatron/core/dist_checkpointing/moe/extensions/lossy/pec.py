@@ -153,7 +153,7 @@ class Pec(Lossy):
         return experts, cursor
 
     def _persisted(self, k: int, experts: Experts) -> Experts:
-        """Which of the experts of a snapshot go on to storage."""
+        """Which of the experts of a snapshot go to storage."""
         if self._state.lacks_experts(Level.PERSIST):
             return experts
         job = self._job

@@ -1,4 +1,4 @@
-"""Which experts a snapshot of `pec` takes, and which of them go on to storage."""
+"""Which experts a snapshot of `pec` takes, and which of them go to storage."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _COUNTED = 256  # newest snapshots and writes by which ages are counted
 @dataclass(frozen=True)
 class Flight:
     """A snapshot under way: experts with their full state, those of them that peers are sent, where the strategy tells
-    them apart (None: it does not), and those that go on to storage (None: not due)."""
+    them apart (None: it does not), and those that go to storage (None: not due)."""
 
     iteration: int
     experts: Experts = field(repr=False)

@@ -62,7 +62,7 @@ class Lossy(Strategy):
         return expert_pieces(plan, self._kinds, flight.sent if flight else None)
 
     def persistent(self, plan: SnapshotPlan) -> tuple[SnapshotPlan, ...]:
-        """What goes on was chosen when the snapshot was planned."""
+        """What continues was chosen when the snapshot was planned."""
         ready = self._state.ready
         due, interval_policy = self._interval_policy.persist_due(plan.iteration)
         if ready is None or ready.persist is None or ready.iteration != plan.iteration or not due:

@@ -10,7 +10,7 @@ from moe_ckpt.dense.chain import Chain
 
 @dataclass
 class ExpertLineage:
-    """Where the copies of experts are that saving can go on from.
+    """Where the copies of experts are that saving can continue from.
 
     Attributes:
         chain: Of the newest checkpoint of this training; None: the next one has to be complete.

@@ -46,7 +46,7 @@ class ExpertSaves:
     Args:
         args: Of Megatron-LM, with `ExpertSaveFlags` among them.
         chunks: The model chunks of this rank, as the loop has them.
-        loaded: The folder of the checkpoint that training goes on from; None if from none.
+        loaded: The folder of the checkpoint that training continues from; None if from none.
     """
 
     def __init__(self, args: Any, chunks: Sequence[torch.nn.Module], loaded: Path | None) -> None:
@@ -187,7 +187,8 @@ def content_of(args: Any) -> str:
 
 
 def _continued(args: Any, loaded: Path | None) -> Chain | None:
-    """The chain that saving goes on with, if `--save` is the directory loaded from and all that it holds was loaded."""
+    """The chain that saving continues with, if `--save` is the directory loaded from and all that it holds was
+    loaded."""
     in_part = args.finetune or (args.no_load_optim and not args.no_save_optim)
     if loaded is None or in_part or loaded.parent.resolve() != Path(args.save).resolve():
         return None

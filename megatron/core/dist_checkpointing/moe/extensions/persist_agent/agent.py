@@ -1,4 +1,4 @@
-"""A process beside a trainer that goes on persisting when the trainer has died (MoC 5.2's agent).
+"""A process beside a trainer that continues persisting when the trainer has died (MoC 5.2's agent).
 
 While the trainer lives it writes to storage itself, and tells this process what it is writing: one line with all orders
 when it begins, an empty one when it has ended. The process does nothing but wait, with no more than Python's standard

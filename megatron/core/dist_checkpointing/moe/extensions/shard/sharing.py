@@ -3,7 +3,7 @@
 Without the distributed optimizer every data-parallel rank holds all master weights and moments of its operators. With
 `--moe-ckpt-shard equal` or `adaptive` each stores only a portion (MoC, section 4); after a fault it restores that, and
 an all-reduce gives it the portions of its peers. Where snapshots select experts, `adaptive` shares the other operators
-out anew in each of them, to the ranks that store least of the experts (MoC 4.3): `Sharing.left_out` says which of
+out again in each of them, to the ranks that store least of the experts (MoC 4.3): `Sharing.left_out` says which of
 them a rank leaves to its peers, and what a rank restored tells whose they were.
 """
 

@@ -111,7 +111,7 @@ class Sparse(Strategy):
     the oldest iterations, in steps of a window; a window that was grown; a window for a larger one that takes less,
     as few operators fill it more evenly; the window for everything at once, as in `full`; everything.
 
-    Storage. Every `--moe-ckpt-persist-interval` iterations a whole window goes on to storage.
+    Storage. Every `--moe-ckpt-persist-interval` iterations a whole window goes to storage.
     """
 
     replays = True
