@@ -187,7 +187,7 @@ def unless_called_off(work: Callable[[], object], slot: WorkerSlot) -> None:
 
     A rank that dies while all connect leaves the others in calls of torch and gloo (2.13) that wait for it to dial;
     there is no connection yet whose end would wake them, so they last for as long as the timeout of collectives. The
-    launcher knows better: `slot` is called off. Then the thread is left behind, with an exception that strikes it
+    launcher knows better and tells `slot`. Then the thread is left behind, with an exception that strikes it
     should it ever come back to Python.
 
     Args:

@@ -161,11 +161,11 @@ def missing_kernels(args: Any) -> Iterator[str]:
 
 def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
     """A sentence for each part of protection that has to see what runs inside of CUDA graphs."""
-    told = f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')} does not go with"
+    unfit = f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')} does not go with"
     if STRATEGIES[config.strategy].counts_tokens and captures_routers(args):
-        yield f"{told} --moe-ckpt-strategy {config.strategy}: {UNCOUNTED}"
+        yield f"{unfit} --moe-ckpt-strategy {config.strategy}: {UNCOUNTED}"
     if config.copy_placement == "bubbles" and captures_passes(args):
-        yield f"{told} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
+        yield f"{unfit} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
 
 
 def _unfit_precision(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
