@@ -34,8 +34,8 @@ class SlotProcess:
         takes_slots: Its script knows of slots.
         will_copy: It has said that it can be copied for each slot once it is ready.
         copies: It is ready, and can be copied.
-        finish_s: For how long it goes on with an iteration that it runs again, now that the launcher restarts training.
-        problem: Why it cannot be assigned; empty if it can.
+        finish_s: For how long it continues with an iteration that it runs again, now that the launcher restarts
+        training. problem: Why it cannot be assigned; empty if it can.
     """
 
     def __init__(self, process: psutil.Process, channel: Channel, *, is_idle: bool = False) -> None:
@@ -120,7 +120,7 @@ class SlotProcess:
         self._say({"slot": dict(environment)})
 
     def call_off(self) -> None:
-        """Tell it that training begins anew: it lets go of other ranks and leaves its slot, to wait for the next."""
+        """Tell it that training begins again: it releases other ranks and leaves its slot, to wait for the next."""
         self._say({"leave": True})
 
     def _say(self, message: Message) -> None:
