@@ -48,6 +48,9 @@ def place(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.
     what = ("--no-build-isolation", "--editable", source) if source is not None else (wheel,)
     result = made.installs("--no-deps", "--ignore-installed", *what)
     assert result.returncode == 0, result.stderr
+    if request.param == "wheel beside the core of an image":
+        # Two folders with a `megatron.core`: only a hook at Python's start finds what the second one adds.
+        assert made.run("python", "-m", "moe_ckpt_finder", "enable").returncode == 0
     return Place(made, source or made.site, has_core)
 
 

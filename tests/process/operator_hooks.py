@@ -152,7 +152,7 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
     from megatron.core.dist_checkpointing.moe.errors import UsageError
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
 
-    config = state.chunks[0].config
+    state.chunks[0].config
     member = getattr(state.optimizer, "chained_optimizers", [state.optimizer])[0]
     inner = member.optimizer
     some = inner.param_groups[0]["params"][0]
@@ -166,8 +166,6 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
         return ""
 
     refusals = {}
-    with mock.patch.object(config, "fp4", "e2m1"):
-        refusals["fp4"] = refusal()
     known_type, member.__class__ = type(member), unknown_type
     refusals["UnknownOptimizer"] = refusal()
     member.__class__ = known_type

@@ -172,7 +172,6 @@ def test_whatever_is_left_out_or_added_is_noticed_and_named(seen: Examination) -
 
 def test_what_cannot_be_protected_is_refused_with_the_reason(seen: Examination) -> None:
     for facts in seen.ranks:
-        assert "fp4" in facts["refusals"]["fp4"]
         assert "UnknownOptimizer" in facts["refusals"]["UnknownOptimizer"]
         assert "no state for" in facts["refusals"]["no state"]
 
