@@ -182,7 +182,7 @@ def _settings(question: Question, advice: Advice) -> Table:
 
 def _parts(advice: Advice) -> Table:
     """Where a mean fault's time goes."""
-    names = ("detect", "restart", "rendezvous", "inventory", "fetch", "replay")
+    names = ("detect", "restart", "rendezvous", "fetch", "replay")
     columns = "system | " + " | ".join(f"{name}:seconds" for name in names)
     rows = ((choice.system, *(choice.parts_s[name] for name in names)) for choice in advice.choices if not choice.never)
     return table("A fault, by the parts of its timeline", columns, rows)

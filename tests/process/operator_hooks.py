@@ -152,7 +152,6 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
     from megatron.core.dist_checkpointing.moe.errors import UsageError
     from megatron.core.dist_checkpointing.moe.megatron_state.megatron import state_tensors
 
-    state.chunks[0].config
     member = getattr(state.optimizer, "chained_optimizers", [state.optimizer])[0]
     inner = member.optimizer
     some = inner.param_groups[0]["params"][0]

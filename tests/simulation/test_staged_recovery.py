@@ -7,7 +7,7 @@ garbage of what it updates. So each recovery here compares all state, and so doe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -271,14 +271,14 @@ def trouble(seed: int) -> Staged:
 
 
 PARTS = [
-    pytest.param(range(2, 5), id="sample"),
+    pytest.param((2, 10, 16), id="sample"),
     pytest.param(range(12), id="full-0", marks=full),
     *(pytest.param(range(first, first + 50), id=f"full-{first}", marks=full) for first in range(12, 412, 50)),
 ]
 
 
 @pytest.mark.parametrize("seeds", PARTS)
-def test_whatever_goes_wrong_what_comes_back_is_exact_and_training_ends(seeds: range) -> None:
+def test_whatever_goes_wrong_what_comes_back_is_exact_and_training_ends(seeds: Sequence[int]) -> None:
     local = 0
     for seed in seeds:
         job = trouble(seed)

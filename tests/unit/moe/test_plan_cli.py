@@ -189,7 +189,7 @@ def test_the_loss_of_a_node_sends_its_stage_back_and_nobody_else(facts: Facts) -
     assert (data["scope"], segment["stages"], data["iterations_replayed"]) == ("local", [1], 2 * 6 - 2)
     assert {row["tier"]: row["ranks"] for row in data["read_from"]} == {"parked": 24, "peer memory": 8}
     parts = {row["part"]: row["predicted_s"] for row in data["timeline"]}
-    assert list(parts) == ["detect", "restart", "rendezvous", "inventory", "fetch", "replay", "all"]
+    assert list(parts) == ["detect", "restart", "rendezvous", "fetch", "replay", "all"]
     assert parts["all"] == pytest.approx(sum(seconds for part, seconds in parts.items() if part != "all"))
     assert parts["replay"] < 2.5 * data["iterations_replayed"]
 

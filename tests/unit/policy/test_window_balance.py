@@ -64,8 +64,12 @@ def test_the_window_is_never_larger_than_by_counting_where_counting_respects_the
     assert schedule.window.size <= counted.window.size
 
 
+WHOLE = {name: shape for name, shape in PRESETS.items() if "Llama" not in name and "untied" not in name}
+"""Models without an operator that outweighs the others: a dense layer, or an output layer of its own in a small one."""
+
+
 @pytest.mark.parametrize("ordering", ["popularity", "layer-order"])
-@pytest.mark.parametrize("shape", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE)
 def test_whole_models_are_spread_evenly_in_windows_no_larger_than_the_papers(shape: ModelShape, ordering: str) -> None:
     source = random.Random(shape.name)
     order = ORDERINGS[ordering](shape.operators, {operator: source.randrange(9999) for operator in shape.operators})

@@ -24,6 +24,7 @@ PLAIN = {
     "fp8_param_gather": False,
     "fp8_recipe": "delayed",
     "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "optimizer_cpu_offload": False,
 }
 """Arguments of Megatron-LM as it has checked them."""
 AWARE = {"use_precision_aware_optimizer": True}
