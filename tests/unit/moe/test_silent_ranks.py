@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -178,6 +179,30 @@ def test_without_a_store_that_answers_known_names_are_still_said(
     with caplog.at_level(logging.ERROR):
         report_silence(PeerSilent("waited for rank 3", (3,)))
     assert ["no answer from rank 3" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_store_that_is_gone_is_given_up_at_once_and_no_thread_is_cut_off_as_the_process_ends(
+    start: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A survivor in place outlives the store of its start: torch would try to connect for ten seconds, and a process
+    that ends meanwhile is aborted."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        monkeypatch.setenv("MASTER_PORT", str(gone.getsockname()[1]))
+    asked: list[object] = []
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(silent_ranks, "TCPStore", lambda *where, **options: asked.append(where))
+    started = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        threads.append(thread)
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    report_silence(silence(PeerLost("rank 2 closed its connection")))
+    (thread,) = threads
+    thread.join(30.0)
+    assert not thread.daemon
+    assert not asked
 
 
 def test_the_next_step_is_that_of_the_launcher() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ ANSWER_S = 5.0
 """How long other ranks may take to say that they wait, too: their connections end as this rank closes its own."""
 _STORE_S = 5.0
 """How long the store may take to answer; its node may be the one that is lost."""
+_CONNECT_S = 2.0
+"""How long its host may take to accept."""
 _MARK_S = 0.5
 """How long a rank that only marks itself stays for that."""
 _TRIES = 2
@@ -139,8 +142,9 @@ def report_silence(error: BaseException) -> None:
     asks, keeps = is_silence(error), own_slot().keeps
     if asks:
         close_connections()  # now, so that whoever waits for this rank answers as well
-    # On a thread, since nothing limits how long a host that is gone keeps a connection waiting.
-    thread = threading.Thread(target=_reported, args=(start, error, asks, keeps), name="moe-ckpt-silent", daemon=True)
+    # On a thread, for a host that is gone keeps a connection waiting. No daemon: a process that ends while one is in a
+    # call of the store is aborted, however well its training went since.
+    thread = threading.Thread(target=_reported, args=(start, error, asks, keeps), name="moe-ckpt-silent", daemon=False)
     thread.start()
     thread.join(ANSWER_S + 2 * _STORE_S if asks else 0.0 if keeps else _MARK_S)
 
@@ -150,7 +154,9 @@ def _reported(start: ThisStart, error: BaseException, asks: bool, keeps: bool) -
     missing, is_first = named or None, asks  # without the store each rank reports what it knows
     is_known = False
     for _ in range(_TRIES):
-        with suppress(RuntimeError):
+        # A store that is gone refuses at once; torch would try again for seconds.
+        with suppress(RuntimeError, OSError):
+            socket.create_connection((start.host, start.port), _CONNECT_S).close()
             patience = timedelta(seconds=_STORE_S)
             store = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False, timeout=patience)
             call = RollCall(PrefixStore(f"moe-ckpt-silent-{start.number}", store), start.world_size)
