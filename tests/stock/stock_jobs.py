@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 from stock_recording import on_the_cpu, recording
 from world import ROOT, Hook, Outcome, Running, World
@@ -28,6 +30,21 @@ FLAGS = (
     "--use-distributed-optimizer --eval-iters 0 --eval-interval 1000 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,8,2 --num-workers 0"
 ).split()
+
+
+@contextlib.contextmanager
+def without_state(name: str, field: str = "") -> Iterator[None]:
+    """The optimizer's state of keys with this name is not found; with a field, that alone."""
+    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
+
+    enumerated = "_optimizer_tensors"
+    found = vars(megatron)[enumerated]
+
+    def without(*given: object) -> list[Any]:
+        return [one for one in found(*given) if not (name in one.key and field in ("", one.field))]
+
+    with mock.patch.object(megatron, enumerated, without):
+        yield
 
 
 class Kind(Protocol):

@@ -3,15 +3,13 @@ back."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
-from unittest import mock
+from functools import partial
 
 import pytest
 from hybrid_model import hybrid_shape, seeing
 from recipes import changed
-from stock_jobs import Shape
+from stock_jobs import Shape, without_state
 
 KILLED = -signal.SIGKILL
 FULL = ("--moe-ckpt-strategy", "full")
@@ -64,19 +62,9 @@ def test_a_killed_job_of_a_hybrid_over_stages_ends_as_the_undisturbed_one(
         assert [rank for rank in range(2) if len(set(job.ran(rank))) < len(job.ran(rank))] == [struck]
 
 
-@contextlib.contextmanager
-def without_a_mamba_layer() -> Iterator[None]:
-    """The state of one of them is not found."""
-    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
-
-    name, dropped = "_optimizer_tensors", "decoder.layers.3.mixer."
-    found = vars(megatron)[name]
-    with mock.patch.object(megatron, name, lambda *given: [one for one in found(*given) if dropped not in one.key]):
-        yield
-
-
 @pytest.mark.ci
 def test_a_mamba_layer_that_is_left_out_is_noticed(new_job) -> None:
-    outcome = new_job(UNEVEN).start(*FULL, hooks=[without_a_mamba_layer]).wait_or_restart()
+    dropped = partial(without_state, "decoder.layers.3.mixer.")
+    outcome = new_job(UNEVEN).start(*FULL, hooks=[dropped]).wait_or_restart()
     assert set(outcome.codes) == {2}, outcome.codes
     assert "decoder.layers.3.mixer." in outcome.said

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from unittest import mock
+from functools import partial
 
 import pytest
 from recipes import changed
-from stock_jobs import Shape
+from stock_jobs import Shape, without_state
 
 KILLED = -signal.SIGKILL
 FULL = ("--moe-ckpt-strategy", "full")
@@ -78,19 +76,12 @@ def test_another_depth_than_that_of_the_state_is_refused_before_the_model_is_bui
     assert "--mtp-num-layers was 1 and is None, but " in none.said
 
 
-@contextlib.contextmanager
-def without_a_router() -> Iterator[None]:
-    """The state of one layer's router is not found."""
-    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
-
-    name, router = "_optimizer_tensors", "mtp.layers.0.mtp_model_layer.mlp.router"
-    found = vars(megatron)[name]
-    with mock.patch.object(megatron, name, lambda *given: [one for one in found(*given) if router not in one.key]):
-        yield
-
-
 @pytest.mark.ci
 def test_an_operator_that_predicts_further_tokens_and_is_left_out_is_noticed(new_job) -> None:
-    outcome = new_job(PAIR).start(*FULL, hooks=[without_a_router]).wait_or_restart()
+    outcome = (
+        new_job(PAIR)
+        .start(*FULL, hooks=[partial(without_state, "mtp.layers.0.mtp_model_layer.mlp.router")])
+        .wait_or_restart()
+    )
     assert set(outcome.codes) == {2}, outcome.codes
     assert "mtp.layers.0.mtp_model_layer.mlp.router.weight" in outcome.said

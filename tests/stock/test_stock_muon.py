@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 from recipes import changed
-from stock_jobs import Shape
+from stock_jobs import Shape, without_state
 
 KILLED = -signal.SIGKILL
 FULL = ("--moe-ckpt-strategy", "full")
@@ -58,25 +56,14 @@ def test_a_killed_job_with_muon_ends_as_the_undisturbed_one_to_the_last_bit(
     assert 1 not in job.ran(1)[1:], "nothing begins again"
 
 
-@contextlib.contextmanager
-def without_a_momentum() -> Iterator[None]:
-    """The momentum of one weight is not found."""
-    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
-
-    name = "_optimizer_tensors"
-    found, left_out = vars(megatron)[name], ("decoder.layers.0.self_attention.linear_proj", "/momentum_buffer")
-
-    def without(*given: object) -> list[object]:
-        return [one for one in found(*given) if not (left_out[0] in one.key and left_out[1] in one.key)]
-
-    with mock.patch.object(megatron, name, without):
-        yield
-
-
 @needs_package
 @pytest.mark.ci
 def test_a_momentum_that_is_left_out_is_noticed(new_job) -> None:
-    outcome = new_job(WHOLE).run(*FULL, hooks=[without_a_momentum], codes={2})
+    outcome = new_job(WHOLE).run(
+        *FULL,
+        hooks=[partial(without_state, "decoder.layers.0.self_attention.linear_proj", "momentum_buffer")],
+        codes={2},
+    )
     assert "momentum_buffer of decoder.layers.0.self_attention.linear_proj.weight" in outcome.said
 
 

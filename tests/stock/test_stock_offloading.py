@@ -9,11 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 from device_hooks import asynchronous
-from stock_jobs import Shape
+from stock_jobs import Shape, without_state
 from stock_trainer import after_training
 
 KILLED = -signal.SIGKILL
@@ -58,23 +57,12 @@ def test_a_killed_job_whose_optimizer_is_on_the_host_ends_as_the_undisturbed_one
     assert job.records() == undisturbed(shape)
 
 
-@contextlib.contextmanager
-def without_a_moment() -> Iterator[None]:
-    """One moment on the host is not found."""
-    from megatron.core.dist_checkpointing.moe.megatron_state import megatron
-
-    name, found = "_optimizer_tensors", vars(megatron)["_optimizer_tensors"]
-    dropped = "decoder.layers.0.mlp.router.weight"
-    with mock.patch.object(
-        megatron,
-        name,
-        lambda *given: [one for one in found(*given) if one.field != "exp_avg" or dropped not in one.key],
-    ):
-        yield
-
-
 @pytest.mark.full
 def test_a_moment_on_the_host_that_is_left_out_is_noticed(new_job) -> None:
-    outcome = new_job(STAGES).start(*FULL, hooks=[without_a_moment]).wait_or_restart()
+    outcome = (
+        new_job(STAGES)
+        .start(*FULL, hooks=[partial(without_state, "decoder.layers.0.mlp.router.weight", "exp_avg")])
+        .wait_or_restart()
+    )
     assert set(outcome.codes) == {2}, outcome.codes
     assert "exp_avg of " in outcome.said

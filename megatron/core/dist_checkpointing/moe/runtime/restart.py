@@ -183,8 +183,8 @@ class Restart:
 
     def _discard_own(self) -> None:
         """Free what is in memory in the layout of this job."""
-        self.recovery.discard()  # also again: what the strategy learned from a recovery that came to nothing
-        self.renew_strategy()
+        self.recovery.discard()
+        self.renew_strategy()  # this one has learned from a recovery that came to nothing
 
     @property
     def _where(self) -> str:

@@ -7,12 +7,13 @@ random numbers of the device's generator. Rotations (Hadamard) are left out: in 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import tensor_in_blocks
 
 __all__ = [
     "nvfp4_2d_multi_tensor_transpose",
@@ -46,11 +47,7 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
         contents[f"{axis}_data"] = torch.zeros(sizes[axis], dtype=torch.uint8) if is_kept else None
         contents[f"{axis}_scale_inv"] = torch.zeros(scales, dtype=torch.uint8) if is_kept else None
         contents[f"amax_{axis}"] = torch.zeros(1) if is_kept else None
-    if "with_gemm_swizzled_scales" in inspect.signature(NVFP4TensorStorage.__new__).parameters:
-        contents["with_gemm_swizzled_scales"] = False  # products here take scales as they are
-    if quantizer.internal:
-        return NVFP4TensorStorage(fake_dtype=dtype, **contents)
-    return NVFP4Tensor(shape=list(shape), dtype=dtype, requires_grad=False, **contents)
+    return tensor_in_blocks(NVFP4Tensor, NVFP4TensorStorage, quantizer, shape, dtype, contents)
 
 
 def cast(values: torch.Tensor, quantizer: Any, into: Any) -> None:

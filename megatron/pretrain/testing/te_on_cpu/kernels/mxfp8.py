@@ -7,14 +7,13 @@ to what a GPU's layout takes; beyond the blocks they stay zero.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, torch_dtype
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, tensor_in_blocks, torch_dtype
 
 BLOCK = 32
 _BIAS = 127
@@ -38,11 +37,7 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
         scales = quantizer.get_scale_shape(shape, axis == "columnwise")
         contents[f"{axis}_data"] = torch.empty(list(shape), dtype=torch.uint8) if is_kept else None
         contents[f"{axis}_scale_inv"] = torch.zeros(scales, dtype=torch.uint8) if is_kept else None
-    if "with_gemm_swizzled_scales" in inspect.signature(MXFP8TensorStorage.__new__).parameters:
-        contents["with_gemm_swizzled_scales"] = False  # products here take scales as they are
-    if quantizer.internal:
-        return MXFP8TensorStorage(fake_dtype=dtype, **contents)
-    return MXFP8Tensor(shape=list(shape), dtype=dtype, requires_grad=False, **contents)
+    return tensor_in_blocks(MXFP8Tensor, MXFP8TensorStorage, quantizer, shape, dtype, contents)
 
 
 def cast(values: torch.Tensor, quantizer: Any, into: Any) -> None:
