@@ -14,13 +14,18 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-OURS = ("full", "pec")
-"""Our strategies that take part."""
+OURS = ("full", "full, replica", "full, replica, storage", "pec")
+"""Our strategies that take part; the third is what `moe-ckpt advise` recommends, with every checkpoint in storage."""
 
-NVRX = "nvidia-resiliency-ext==0.6.0"
+WHEELS = {
+    "NVRx": "nvidia-resiliency-ext==0.6.0 defusedxml",
+    "LM-Resiliency": "lm-resiliency==0.2.0",
+}
+"""What peers by these names are made from."""
 
 
 class WithoutCheckpoints:
@@ -38,28 +43,34 @@ class WithoutCheckpoints:
         return 0
 
 
-def install_nvrx(folder: Path, *, only_look: bool) -> str:
-    """Unpack NVRx with what its imports need, not with all that it depends on, unless that was done; why it cannot be,
-    else an empty text.
+def missing_peers(folder: Path, *, only_look: bool) -> dict[str, str]:
+    """Unpack the wheels of peers, not what these depend on, unless that was done; why not, by the name of the peer.
 
-    What is used of it is Python, which runs with an older glibc than its wheel is built for.
+    What is used of them is Python, which runs with an older glibc, and with a newer torch, than they ask for.
+
+    Args:
+        folder: What they are unpacked to.
+        only_look: Install nothing.
     """
-    name, _, release = NVRX.partition("==")
-    unpacked = folder / f"{name.replace('-', '_')}-{release}.dist-info"
-    if not (unpacked.is_dir() and (folder / "defusedxml").is_dir()):
+    missing = {}
+    for name, wheels in WHEELS.items():
+        first, _, release = wheels.split()[0].partition("==")
+        if (folder / f"{first.replace('-', '_')}-{release}.dist-info").is_dir():
+            continue
         if only_look:
-            return "it is not there, and a quick run installs nothing"
+            missing[name] = "it is not there, and a quick run installs nothing"
+            continue
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-        command += ["--platform", "manylinux_2_39_x86_64", "--only-binary=:all:", NVRX, "defusedxml"]
+        command += ["--platform", "manylinux_2_39_x86_64", "--only-binary=:all:", *wheels.split()]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-    return ""
+            missing[name] = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+    return missing
 
 
-def import_nvrx(folder: Path) -> None:
-    """Make NVRx importable if it is in `folder`: before Megatron-Core is imported, which looks for it once."""
-    if (folder / "nvidia_resiliency_ext").is_dir():
+def import_peers(folder: Path) -> None:
+    """Make what was unpacked importable: before Megatron-Core is imported, which looks for NVRx once."""
+    if folder.is_dir():
         sys.path.append(str(folder))
 
 
@@ -208,10 +219,106 @@ class NvrxLocal(_Peer):
             self._queue.schedule_async_request(request)
 
 
+class _Tensors(_Peer):
+    """Saves the tensors that `full` saves: master weights and moments, those of this rank alone."""
+
+    def __init__(self, trainer: Any, folder: Path, interval: int, queue: Any) -> None:
+        import torch
+
+        from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
+        from megatron.core.dist_checkpointing.moe.types import Part
+
+        super().__init__(trainer, folder, interval, queue)
+        world_size = torch.distributed.get_world_size()
+        live = state_tensors(trainer.chunks, trainer.optimizer, read_topology(world_size))
+        self._tensors = [one.tensor for one in live if one.part is not Part.COMPUTE]
+
+    def written_bytes(self) -> int:
+        """Of this rank."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+
+class TorchDcp(_Tensors):
+    """torch's own `distributed.checkpoint.async_save` in its fastest form for the caller: a process that writes, shared
+    memory that stays, plans that are made once."""
+
+    def __init__(self, trainer: Any, folder: Path, interval: int) -> None:
+        import torch
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        super().__init__(trainer, folder, interval, self)
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )  # as far as there is no GPU
+        self._stager, self._written, self._rank = DefaultStager(options), None, torch.distributed.get_rank()
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> None:
+        """Wait for the checkpoint before."""
+        if blocking and self._written is not None:
+            self._written.result()
+            self._written = None
+
+    def tidy(self) -> None:
+        """The newest checkpoint takes the place of the one before."""
+
+    def close(self) -> None:
+        self.settle()
+        self._stager.close()
+
+    def _save(self, iteration: int) -> None:
+        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        own = {f"{self._rank}/{at}": tensor for at, tensor in enumerate(self._tensors)}
+        self._written = checkpoint.async_save(
+            own,
+            storage_writer=checkpoint.FileSystemWriter(self._folder, sync_files=False, overwrite=True),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self._stager,
+        )
+
+
+class LmResiliency(_Tensors):
+    """LM-Resiliency's checkpoints in memory, with a replica at the other rank or without, and no files.
+
+    Tensors that are on the host it copies in the call that saves; from a GPU it would copy beside training.
+    """
+
+    def __init__(self, trainer: Any, folder: Path, interval: int, *, replicates: bool) -> None:
+        from lm_resiliency.checkpointing import InMemoryCheckpointManager, InMemoryCkptConfig
+
+        super().__init__(trainer, folder, interval, self)
+        config = InMemoryCkptConfig(
+            interval=interval, replication_jump=1, disk_flush_interval=0, disk_folder=str(folder), run_id="benchmark"
+        )
+        held = None if replicates else SimpleNamespace(has_natural_replicas=True)
+        self._manager = InMemoryCheckpointManager(config, parallelism_info=held)
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> None:
+        """A save itself waits for the replica of the one before."""
+
+    def settle(self) -> None:
+        self._manager.finalize_replication()
+
+    def tidy(self) -> None:
+        """Its buffers are written over."""
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _save(self, iteration: int) -> None:
+        self._manager.save_tensors(self._tensors, iteration)
+
+
 PEERS: dict[str, Callable[..., _Peer]] = {
     "torch_dist": lambda *where: TorchDistSaver(*where, background=False),
     "torch_dist async": lambda *where: TorchDistSaver(*where, background=True),
     "NVRx local": lambda *where: NvrxLocal(*where, background=False),
     "NVRx local async": lambda *where: NvrxLocal(*where, background=True),
+    "torch DCP async": TorchDcp,
+    "LM-Resiliency": lambda *where: LmResiliency(*where, replicates=False),
+    "LM-Resiliency, replica": lambda *where: LmResiliency(*where, replicates=True),
 }
 """By name; each from the trainer, a folder and the interval."""

@@ -1,8 +1,9 @@
 """Snapshots beside training: bandwidth of the copies, and cost of a checkpoint against other checkpoints.
 
-A GPT-MoE with about 1 GB of training state trains on two processes in Megatron-LM's loop. All contestants checkpoint
+A GPT-MoE with about 0.4 GB of training state trains on two processes in Megatron-LM's loop. All contestants checkpoint
 that one training at the same frequency, in turns of a few iterations and in another order in each round; so whatever
-else the machine does hits all. Everything is written to a tmpfs.
+else the machine does hits all. Everything is written to a tmpfs. How the cost grows with the bytes is measured on
+models of several depths.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from harness import ENDLESS, ROOT, Benchmark, needs_gb, row, rule, run_ranks, spread, start, where
-from peers import NVRX, OURS, PEERS, install_nvrx
+from peers import OURS, PEERS, WHEELS, missing_peers
 
 BENCHMARK = Benchmark("snapshot", 8, "snapshot.md")
-NVRX_FOLDER = ROOT / ".data" / "nvrx"
+PEERS_FOLDER = ROOT / ".data" / "peers"
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
 COMMON = f"{ENDLESS} --bf16 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 """Experts get equal numbers of tokens: for each new shape oneDNN compiles a kernel, which costs time and memory."""
-SMALL = "--num-layers 2 --global-batch-size 4 --seq-length 64"
+SMALL = "--global-batch-size 4 --seq-length 64"
+DEPTH, DEPTHS = 2, (1, 2, 4, 6)
+"""Layers of the model of the tables, and of those on which the cost is measured by bytes."""
+SWEPT = ("full", "torch_dist async", "torch DCP async", "LM-Resiliency")
+COMPARED = {
+    "full": ("torch_dist", "torch_dist async", "NVRx local", "NVRx local async", "torch DCP async"),
+    "full, replica": ("LM-Resiliency, replica",),
+    "full, replica, storage": ("torch_dist async", "torch DCP async", "LM-Resiliency, replica"),
+}
+"""Ours, and what each is set in relation to."""
 LARGE = (
-    "--num-layers 5 --hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 1024 --num-experts 8"
+    "--hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 1024 --num-experts 8"
     " --seq-length 128 --micro-batch-size 2 --global-batch-size 4"
 )
 INTERVAL = 2
 NEEDED_GB = 12.0
-"""Of memory for the large model: both sessions, a checkpoint of a peer being written beside another, both processes."""
+"""Of memory for the large model: all sessions, a checkpoint of a peer being written beside another, both processes."""
 LEAST_BANDWIDTH_RATIO = 0.60
 
 
@@ -36,20 +46,34 @@ def main() -> int:
 
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
-    """The copies alone, and the turns of all contestants."""
-    missing = install_nvrx(NVRX_FOLDER, only_look=quick)
-    peers = [name for name in PEERS if not (missing and name.startswith("NVRx"))]
+    """The copies alone, the turns of all contestants, and those of some on models of several depths."""
+    missing = missing_peers(PEERS_FOLDER, only_look=quick)
+    peers = [name for name in PEERS if not (missing and name.startswith(tuple(missing)))]
     settings = {"copies": 6 if quick else 14, "interval": INTERVAL, "checkpoints_per_turn": 2}
-    return {"nvrx_missing": missing} | run_job([*OURS, *peers], settings, turns, quick)
+    all_at_once = [*OURS, *(name for name in peers if name != "LM-Resiliency")]  # without a replica it is in the lines
+    found = {"missing": missing} | run_job(all_at_once, settings, turns, quick)
+    swept, settings["copies"] = [name for name in SWEPT if name in OURS or name in peers], 0
+    depths = DEPTHS[:2] if quick else DEPTHS
+    return found | {"by_bytes": [run_job(swept, settings, max(1, turns // 2), quick, depth) for depth in depths]}
 
 
-def run_job(contestants: list[str], settings: dict[str, Any], turns: int, quick: bool) -> dict[str, Any]:
-    """What the ranks of one training measure of these contestants."""
+def run_job(
+    contestants: list[str], settings: dict[str, Any], turns: int, quick: bool, depth: int = DEPTH
+) -> dict[str, Any]:
+    """What the ranks of one training measure of these contestants.
+
+    Args:
+        contestants: Names of ours and of peers.
+        settings: Of the ranks.
+        turns: Of each contestant.
+        quick: Whether the model is tiny.
+        depth: Its layers.
+    """
     if not quick:
         needs_gb(NEEDED_GB)
-    settings |= {"contestants": contestants, "rounds": turns, "nvrx": str(NVRX_FOLDER)}
+    given = {**settings, "contestants": contestants, "rounds": turns, "peers": str(PEERS_FOLDER)}
     script = Path(__file__).with_name("snapshot_ranks.py")
-    return run_ranks(script, settings, LAYOUT, f"{COMMON} {SMALL if quick else LARGE}")
+    return run_ranks(script, given, LAYOUT, f"{COMMON} {SMALL if quick else LARGE} --num-layers {depth}")
 
 
 def bandwidth_ratio(result: dict[str, Any]) -> float:
@@ -87,7 +111,7 @@ def state_of(result: dict[str, Any]) -> str:
 def report(result: dict[str, Any]) -> list[str]:
     """The page: tables with medians and, in brackets, quartiles."""
     lines = [*BENCHMARK.head("Snapshots beside training"), f"Measured {where(result)}. {state_of(result)}", ""]
-    return [*lines, *_copies(result), *_costs(result), *_ratios(result)]
+    return [*lines, *_copies(result), *_costs(result), *_ratios(result), *_by_bytes(result)]
 
 
 def _copies(result: dict[str, Any]) -> list[str]:
@@ -121,8 +145,14 @@ def _costs(result: dict[str, Any]) -> list[str]:
         f" turn of {iterations} iterations for each contestant and one without checkpoints; an iteration takes"
         f" {spread(iteration_s)} s. Overhead: how much longer a turn is than the one without in the same round, per"
         " checkpoint. Stall: what the training thread waits in calls of the checkpointer. Processor time: that of all"
-        " ranks and of what they forked, less that of the turn without. All write to the same tmpfs, which is"
-        " faster than what `torch_dist` is meant for; NVRx and ours make no replicas.",
+        " ranks and of what they started, less that of the turn without. All write to the same tmpfs, which is"
+        " faster than what `torch_dist` is meant for.",
+        "",
+        "Not the same for all: `torch_dist` and NVRx save compute weights, too, and files that can be loaded elsewhere;"
+        " ours, LM-Resiliency and torch DCP save master weights and moments, and the first two in memory. Ours checks"
+        " every byte with a keyed checksum. On a CPU LM-Resiliency copies in the thread that trains, and processes"
+        " forked from it share pages with it until it writes to them; on a GPU neither is so. Only where the name says"
+        " `replica` does another rank hold a copy, and only with `storage` do files of ours hold one.",
         "",
         row("", "GB per checkpoint", "overhead, s", "stall, s", "processor time, s"),
         rule(5, 5),
@@ -130,8 +160,8 @@ def _costs(result: dict[str, Any]) -> list[str]:
     for name in _contestants(result):
         gigabytes = statistics.median(turn["bytes"] for turn in turns[name]) / 1e9
         lines.append(row(name, f"{gigabytes:.3f}", *map(spread, costs(result, name).values())))
-    if result["nvrx_missing"]:
-        lines += ["", f"{NVRX} could not be installed and is left out: {result['nvrx_missing']}"]
+    for name, reason in result["missing"].items():
+        lines += ["", f"{WHEELS[name]} could not be installed and is left out: {reason}"]
     return [*lines, ""]
 
 
@@ -150,14 +180,58 @@ def _ratios(result: dict[str, Any]) -> list[str]:
         rule(4, 4),
     ]
     ahead = []
-    for ours in OURS:
-        for peer in _contestants(result):
-            if peer not in OURS:
-                mine, theirs = costs(result, ours), costs(result, peer)
-                lines.append(row(f"{ours} / {peer}", *(_quotient(mine[key], theirs[key]) for key in mine)))
-                medians = {key: (statistics.median(theirs[key]), statistics.median(mine[key])) for key in mine}
-                ahead += [f"{peer} before {ours} in {key}" for key, (other, own) in medians.items() if other < own]
+    for ours, peers in COMPARED.items():
+        for peer in (peer for peer in peers if peer in result["checkpoints"]["rows"]):
+            mine, theirs = costs(result, ours), costs(result, peer)
+            lines.append(row(f"{ours} / {peer}", *(_quotient(mine[key], theirs[key]) for key in mine)))
+            medians = {key: (statistics.median(theirs[key]), statistics.median(mine[key])) for key in mine}
+            ahead += [f"{peer} before {ours} in {key}" for key, (other, own) in medians.items() if other < own]
     return [*lines, "", f"Where a peer is ahead by the median: {'; '.join(ahead) or 'nowhere'}."]
+
+
+def _by_bytes(result: dict[str, Any]) -> list[str]:
+    """Lines through what a checkpoint costs on models of several depths."""
+    runs = result["by_bytes"]
+    lines = [
+        "",
+        "## Cost by bytes",
+        "",
+        f"The same turns, {len(costs(runs[0], SWEPT[0])['stall'])} rounds, on models of"
+        f" {', '.join(str(depth) for depth in DEPTHS[: len(runs)])} layers, with"
+        f" {', '.join(f'{_gb_per_rank(run, SWEPT[0]):.2f}' for run in runs)} GB per process in a checkpoint of `full`."
+        " Least squares over all rounds: milliseconds per GB of a process with their standard error, and what is left"
+        " at 0 GB.",
+        "",
+        row("", "stall, ms/GB", "stall at 0 GB, ms", "overhead, ms/GB", "overhead at 0 GB, ms"),
+        rule(5),
+    ]
+    for name in (name for name in runs[0]["checkpoints"]["rows"] if name != "none"):
+        cells = []
+        for key in ("stall", "overhead"):
+            points = [(_gb_per_rank(run, name), 1e3 * value) for run in runs for value in costs(run, name)[key]]
+            slope, error, at_zero = fitted(points)
+            cells += [f"{slope:.1f} ± {error:.1f}", f"{at_zero:.1f}"]
+        lines.append(row(name, *cells))
+    return lines
+
+
+def _gb_per_rank(result: dict[str, Any], name: str) -> float:
+    turns = result["checkpoints"]["rows"][name]
+    return statistics.median(turn["bytes"] for turn in turns) / result["state"]["ranks"] / 1e9
+
+
+def fitted(points: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Slope, its standard error, and intercept of the line of least squares; an error of 0 where two points define it.
+
+    Args:
+        points: (x, y), at two values of x or more.
+    """
+    xs, ys = zip(*points, strict=True)
+    line = statistics.linear_regression(xs, ys)
+    left = sum((y - line.slope * x - line.intercept) ** 2 for x, y in points)
+    mean = statistics.fmean(xs)
+    around = sum((x - mean) ** 2 for x in xs)
+    return line.slope, (left / max(1, len(points) - 2) / around) ** 0.5, line.intercept
 
 
 def _quotient(mine: list[float], theirs: list[float]) -> str:

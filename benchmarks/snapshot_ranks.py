@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 from harness import SETTINGS, BenchmarkJob, start
-from peers import PEERS, WithoutCheckpoints, import_nvrx
+from peers import PEERS, WithoutCheckpoints, import_peers
 
 
 def measured(job: BenchmarkJob, settings: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +113,8 @@ def _copied(capturer: Any, store: Any, layout: Any, arrays: tuple[Any, Any], ite
 class Ours:
     """A real session of `--moe-ckpt-strategy` around the loop; several may live in one process here.
 
-    name: the strategy; `sparse/4` is `sparse` with windows of 4 iterations.
+    name: the strategy; `sparse/4` is `sparse` with windows of 4 iterations, `full, replica, storage` keeps a replica
+        at the other rank and writes every snapshot to storage, too.
     """
 
     is_replaying = False
@@ -124,12 +126,18 @@ class Ours:
         from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, ProcessInfo
         from megatron.core.dist_checkpointing.moe.runtime import protected_session
 
-        strategy, _, window = name.partition("/")
-        own_name = name.replace("/", "-")
+        strategy, *parts = name.split(", ")
+        strategy, _, window = strategy.partition("/")
+        own_name = name.replace("/", "-").replace(", ", "-")
         folder = job.folder / own_name
         folder.mkdir(exist_ok=True)
         config = MoECheckpointConfig(
-            strategy=strategy, interval=interval, window=window or "auto", memory_dir=str(folder)
+            strategy=strategy,
+            interval=interval,
+            window=window or "auto",
+            memory_dir=str(folder),
+            replicas=int("replica" in parts),
+            **({"persist_dir": str(folder / "storage"), "persist_interval": interval} if "storage" in parts else {}),
         )
         place = ProcessInfo.from_environment()
         place = dataclasses.replace(place, job_id=f"{place.job_here}-{own_name}")
@@ -283,9 +291,13 @@ def _turn(iterate: Callable[[], None], clock: Timed, interval: int, checkpoints:
 
 
 def _cpu_s() -> float:
-    """Of this process and of children that it has joined."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    """Of this process, of children that it has joined, and of those that live on, as writers of a peer do."""
+    joined, ticks = resource.getrusage(resource.RUSAGE_CHILDREN), 0
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended since
+                ticks += sum(map(int, Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return time.process_time() + joined.ru_utime + joined.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _rest(quiet_s: float = 0.1, at_most_s: float = 10.0) -> None:
@@ -303,5 +315,5 @@ def _rest(quiet_s: float = 0.1, at_most_s: float = 10.0) -> None:
 
 if __name__ == "__main__":
     # Before Megatron-Core is imported, which looks for it once.
-    import_nvrx(Path(json.loads(os.environ[SETTINGS])["nvrx"]))
+    import_peers(Path(json.loads(os.environ[SETTINGS])["peers"]))
     start(lambda: 2, measured)
