@@ -294,8 +294,11 @@ def _cpu_s() -> float:
     """Of this process, of children that it has joined, and of those that live on, as writers of a peer do."""
     joined, ticks = resource.getrusage(resource.RUSAGE_CHILDREN), 0
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):  # it has ended since
+        children = ""
+        with contextlib.suppress(OSError):  # threads and children may have ended since
+            children = (task / "children").read_text()
+        for child in children.split():
+            with contextlib.suppress(OSError):
                 ticks += sum(map(int, Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:15]))
     return time.process_time() + joined.ru_utime + joined.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
