@@ -18,6 +18,7 @@ ROWS = {
     "transports": "process-group",
     "snapshot": "| full / torch_dist async |",
     "every_iteration": "| sparse/4 |",
+    "slow_links": "| 0.5 | 2 |",
     "replay": "| all but the embedding |",
     "recovery": "| of that with new processes |",
     "localized_recovery": "| PP=2, EP=2 | detection until training is where it was, s |",
@@ -26,7 +27,7 @@ ROWS = {
     "figure_jobs": "selective_ablation: ",
 }
 """What each prints at last."""
-LONG = ("recovery", "localized_recovery", "memory_peaks", "pec_accuracy", "figure_jobs")
+LONG = ("slow_links", "recovery", "localized_recovery", "memory_peaks", "pec_accuracy", "figure_jobs")
 """Of 20 seconds or more on two cores."""
 
 
@@ -78,6 +79,7 @@ PAGES = {
     "control_plane": "control-plane.md",
     "snapshot": "snapshot.md",
     "every_iteration": "every-iteration.md",
+    "slow_links": "slow-links.md",
     "recovery": "recovery.md",
     "localized_recovery": "localized-recovery.md",
     "memory_peaks": "memory-peaks.md",

@@ -1,0 +1,195 @@
+"""`sparse` against `full` on links of several speeds: what each costs an iteration, and what a fault costs.
+
+Two processes train one GPT-MoE in Megatron-LM's loop. The copy thread sleeps after each chunk, so that the link out of
+a rank's training memory carries so many bytes per second. Jobs without checkpoints, with `full` and with `sparse` run
+right after each other, in another order in each round; the latter two lose a process twice. From these costs follows
+the ETTR for each time between failures, with the best interval of `full` and the window that `sparse` chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import ROOT, SETTINGS, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
+from localized_recovery import recoveries
+
+BENCHMARK = Benchmark("slow_links", 2, "slow-links.md")
+LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Bytes of a rank's whole state by what its link carries in an iteration."""
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --moe-ffn-hidden-size 512 --num-experts 8 --bf16"
+    f" --seq-length 128 --micro-batch-size 2 --global-batch-size 16 {UNTIED} {STEADY}"
+)
+TINY = (
+    "--num-layers 2 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 --bf16"
+    f" {UNTIED} {STEADY}"
+)
+INTERVAL, WARM = 4, 5
+"""Iterations between snapshots of `full`; iterations after a start that are not counted."""
+ITERATIONS, FAULTS = 48, ("1@22:forward-backward", "0@37:step")
+MTBFS = (100, 1_000, 10_000)
+"""In iterations: with iterations of 10 s 17 minutes, 2.8 hours and 28 hours."""
+MOST_INTERVAL = 1000
+
+
+def main() -> int:
+    """Exit code 0: it asks for nothing, it says which is better where."""
+    return BENCHMARK.run(__doc__, measured, page)
+
+
+def measured(turns: int, quick: bool) -> dict[str, Any]:
+    """All rounds of all links; quick: a tiny model, one link and one fault."""
+    model, iterations, faults = (TINY, 14, FAULTS[:0]) if quick else (MODEL, ITERATIONS, FAULTS)
+    flags = f"{model} --train-iters {iterations}"
+    whole = job(f"{flags} --moe-ckpt-strategy full", math.inf, ())
+    nbytes = whole[-1]["checkpoint_memory"]["dense_bytes"]
+    base_s = statistics.median(_times(job(flags, math.inf, ())))
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ratio in RATIOS[1:2] if quick else RATIOS:
+        rate = nbytes / (ratio * base_s)
+        cases = {
+            "none": (flags, ()),
+            "full": (f"{flags} --moe-ckpt-strategy full --moe-ckpt-interval {INTERVAL}", faults),
+            "sparse": (f"{flags} --moe-ckpt-strategy sparse --moe-ckpt-recovery global", faults),
+        }
+        rounds = []
+        for index in range(turns):
+            order = list(cases)[:: 1 if index % 2 else -1]
+            lines = {name: job(cases[name][0], rate, cases[name][1]) for name in order}
+            rounds.append({name: summary(lines[name]) for name in cases})
+            print(f"ratio {ratio:g}: round {index + 1} of {turns}", flush=True)
+        found[f"{ratio:g}"] = rounds
+    return {"model": model, "bytes": nbytes, "iteration_s": base_s, "interval": INTERVAL, "links": found}
+
+
+def job(flags: str, rate: float, faults: Sequence[str]) -> list[dict[str, Any]]:
+    """The metrics of a job whose link is that fast, in bytes per second."""
+    own = {"MOE_CKPT_SCRIPT": __file__, SETTINGS: json.dumps({"bytes_per_s": rate})}
+    return under_faults(flags, LAYOUT | own, faults)
+
+
+def _times(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [line["iteration_time_s"] for line in _trained(lines)]
+
+
+def _trained(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Iterations after those that warm up, at each start."""
+    found: list[Mapping[str, Any]] = []
+    since = 0
+    for line in lines:
+        if "recovery" in line:
+            since = 0
+        elif "iteration" in line and not line.get("replayed"):
+            since += 1
+            if since > WARM:
+                found.append(line)
+    return found
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of an iteration, the mean, as a snapshot is not in each; the window; what each fault cost."""
+    windows = [
+        line["checkpoint_memory"]["window"] for line in lines if "iteration" in line and line.get("snapshot_bytes")
+    ]
+    return {
+        "iteration_s": statistics.mean(_times(lines)),
+        "window": windows[-1] if windows else 0,
+        "faults": recoveries(lines, "global"),
+    }
+
+
+def costs(rounds: Sequence[dict[str, Any]], name: str, interval: int = 1) -> list[float]:
+    """Of each round: what a snapshot of `full`, or an iteration with `sparse`, costs, in iterations of training."""
+    return [interval * (found[name]["iteration_s"] / found["none"]["iteration_s"] - 1) for found in rounds]
+
+
+def lost(rounds: Sequence[dict[str, Any]], name: str, key: str) -> list[float]:
+    """Of each fault, in iterations of training without checkpoints."""
+    return [fault[key] / found["none"]["iteration_s"] for found in rounds for fault in found[name]["faults"]]
+
+
+def best_full(snapshot: float, restart: float, mtbf: float) -> tuple[float, int]:
+    """The highest ETTR of `full` and its interval, half of which a fault loses; all times in iterations."""
+    choices = ((ettr(snapshot / n, restart + n / 2, mtbf), n) for n in range(1, MOST_INTERVAL + 1))
+    return max(choices)
+
+
+def ettr(overhead: float, lost_each: float, mtbf: float) -> float:
+    """Of training's time, where each iteration takes so much more and each fault costs so much."""
+    return max(0.0, 1 - lost_each / mtbf) / (1 + max(0.0, overhead))
+
+
+def page(result: dict[str, Any]) -> list[str]:
+    """Medians and, in brackets, quartiles."""
+    lines = [
+        *BENCHMARK.head("`sparse` and `full` on slow links"),
+        f"2 processes {where(result)}. A rank's state has {result['bytes'] / 1e6:.1f} MB, an iteration takes"
+        f" {result['iteration_s']:.3f} s. Ratio: bytes of the state by what the link carries in an iteration. Replicas"
+        " and storage are off, faults are lost processes, and all stages roll back.",
+        "",
+        "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what is replayed or trained"
+        " again after a fault, in iterations, and the restart, which both have alike.",
+        "",
+        row("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "again, `sparse`", "restart"),
+        rule(6, 1),
+    ]  # fmt: skip
+    table = [row("ratio", *(f"MTBF {mtbf:,}: `sparse`" + " / `full` (interval)" for mtbf in MTBFS)), rule(4, 1)]
+    better: dict[int, list[str]] = {mtbf: [] for mtbf in MTBFS}
+    for ratio, rounds in result["links"].items():
+        snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
+        again = lost(rounds, "sparse", "again_s") or [0.0]
+        restart = lost(rounds, "full", "restart_s") + lost(rounds, "sparse", "restart_s") or [0.0]
+        window = rounds[-1]["sparse"]["window"]
+        lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))
+        snapshot, overhead, base = (statistics.median(each) for each in (snapshots, overheads, restart))
+        cells = []
+        for mtbf in MTBFS:
+            sparse = ettr(overhead, base + statistics.median(again), mtbf)
+            full, interval = best_full(max(0.0, snapshot), base, mtbf)
+            cells.append(f"{sparse:.3f} / {full:.3f} ({interval})")
+            if sparse > full:
+                better[mtbf].append(ratio)
+        table.append(row(ratio, *cells))
+    lines += ["", "ETTR from these medians, time between failures in iterations:", "", *table, ""]
+    for mtbf, ratios in better.items():
+        lines.append(f"A fault every {mtbf:,} iterations: `sparse` is ahead at {', '.join(ratios) or 'no ratio'}.  ")
+    return lines
+
+
+def _behind_a_slow_link() -> int:
+    """A rank of a job: copies of a chunk take what the link makes them take, so the job measures that link."""
+    import numpy as np
+
+    sys.path.insert(0, str(ROOT))
+    import pretrain_gpt_moe
+    from megatron.core.dist_checkpointing.moe.snapshot import copy_engines
+
+    rate = json.loads(os.environ[SETTINGS])["bytes_per_s"]
+
+    class SlowLink:
+        """numpy, whose copies are slow."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def copyto(self, target: np.ndarray, source: np.ndarray) -> None:
+            begun_s = time.perf_counter()
+            np.copyto(target, source)
+            time.sleep(max(0.0, source.nbytes / rate - (time.perf_counter() - begun_s)))
+
+    vars(copy_engines)["np"] = SlowLink()
+    return pretrain_gpt_moe.train(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    if SETTINGS in os.environ:
+        sys.exit(_behind_a_slow_link())
+    start(main)
