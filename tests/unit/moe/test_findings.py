@@ -34,9 +34,9 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import (
 )
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery
+from megatron.core.dist_checkpointing.moe.recovery.reductions import Summary
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.recovery.sources import logs_and_gradients, needs, with_trainer_states
-from megatron.core.dist_checkpointing.moe.recovery.summary import Summary
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import (

@@ -20,10 +20,10 @@ from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Piece
 from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier, Topology
-from .common import shared_pieces
 from .exactness import Divergence
 from .findings import Judge, Overview, overview
 from .inventory import Catalogue, InventoryRow, JudgedRow, SentRows, catalogue, is_past, listing
+from .reductions import shared_pieces
 
 log = logging.getLogger(__name__)
 

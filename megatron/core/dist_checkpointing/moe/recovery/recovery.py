@@ -43,12 +43,12 @@ from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import CONSTANT, GRADIENTS, PARKED, STANDBY, Lost, RecoveryPlan, StepJournal, Tier
-from .ended import EndedRecovery
 from .exactness import ComparedIterations, Divergence, compared_in, exactness
 from .findings import Digest, Judge, Overview, digest
 from .inventory import Catalogue, CopyLocation
 from .kept_state import KeptReplay
 from .local_inventory import Findings, LocalInventory, by_window
+from .reductions import EndedRecovery
 from .restoring import RecoveryPorts, RestoreTask, absent
 from .sources import (
     GatheredMetadata,

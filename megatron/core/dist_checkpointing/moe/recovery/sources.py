@@ -39,7 +39,7 @@ from ..types import (
 )
 from .findings import Digest
 from .inventory import Catalogue, CopyLocation, SnapshotEntry
-from .summary import Summary
+from .reductions import Summary
 
 
 @dataclass(frozen=True)
