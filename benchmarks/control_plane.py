@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Overview, digest
 from megatron.core.dist_checkpointing.moe.recovery.inventory import InventoryRow, OperatorPart
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import Findings, LocalInventory
-from megatron.core.dist_checkpointing.moe.replication.collectives import merged
+from megatron.core.dist_checkpointing.moe.replication.agreement import merged
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job

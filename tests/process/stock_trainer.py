@@ -135,7 +135,7 @@ class Trainer:
 
     def __init__(self, given: dict[str, Any], datasets: list[Callable[[], Any]], validation: Any) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import LiveTrainerState
-        from megatron.core.dist_checkpointing.moe.stock.state import StockCounts
+        from megatron.core.dist_checkpointing.moe.stock.iteration import StockCounts
         from megatron.training import training
 
         self._given, self._datasets, self.validation = given, datasets, validation

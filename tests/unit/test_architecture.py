@@ -51,7 +51,7 @@ ROWS = {
     "moe_ckpt_finder": Row(standard=frozenset({"importlib", "os", "sys"})),
     # The engine: what a training job can reach.
     f"{ENGINE}.errors": Row(standard=PURE | {"errno"}),
-    f"{ENGINE}.device_threads": Row("", "torch"),
+    f"{ENGINE}.device": Row("", "torch"),
     f"{ENGINE}.boot_clock": Row(standard=PURE | {"pathlib", "time"}),
     f"{ENGINE}.types": Row("errors", standard=PURE),
     f"{ENGINE}.versions": Row("errors", standard=PURE | {"importlib", "pathlib", "platform"}),
@@ -64,17 +64,17 @@ ROWS = {
     # The table of extensions, and where they take part; each is imported by jobs that ask for it.
     f"{ENGINE}.extensions": Row("config ports types"),
     f"{ENGINE}.storage": Row(f"{VALUES} boot_clock", "fsspec msgspec numpy psutil xxhash"),
-    f"{ENGINE}.replication": Row("errors boot_clock device_threads ports storage", "msgspec numpy torch xxhash"),
+    f"{ENGINE}.replication": Row("errors boot_clock device ports storage", "msgspec numpy torch xxhash"),
     f"{ENGINE}.standby": Row("errors boot_clock"),
     f"{ENGINE}.core_versions": Row("errors standby", "megatron.core torch"),
-    f"{ENGINE}.megatron_state": Row(f"{VALUES} ports policy core_versions", "megatron.core numpy torch"),
+    f"{ENGINE}.megatron_state": Row(f"{VALUES} device ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
-    f"{ENGINE}.snapshot": Row(f"{PARTS} device_threads extensions storage replication megatron_state", "numpy torch"),
+    f"{ENGINE}.snapshot": Row(f"{PARTS} device extensions storage replication megatron_state", "numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay snapshot", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
-    f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions", "megatron.core numpy torch"),
+    f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions device", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
-        f"{WORKERS} boot_clock device_threads extensions versions config core_versions replication local_recovery"
+        f"{WORKERS} boot_clock device extensions versions config core_versions replication local_recovery"
         " resharding standby",
         "megatron.core torch",
     ),
@@ -93,7 +93,7 @@ ROWS = {
         f"{VALUES} extensions strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
-        "errors core_versions device_threads megatron_state replay replication runtime standby types",
+        "errors core_versions device megatron_state replay replication runtime standby types",
         "megatron.core torch",
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
@@ -116,7 +116,7 @@ ROWS = {
         "config dense_saves errors megatron_state policy storage", "megatron.core torch", "dense"
     ),
     f"{ENGINE}.stock": Row(
-        "errors ports megatron_state replay recovery standby in_place snapshot strategies config contradictions"
+        "errors device ports megatron_state replay recovery standby in_place snapshot strategies config contradictions"
         " features manager runtime dense_saves extensions extensions.partial_saves core_versions resharding storage",
         "megatron.core psutil torch",
     ),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.core.dist_checkpointing.moe.replication.collectives import exchanged, merged
+from megatron.core.dist_checkpointing.moe.replication.agreement import exchanged, merged
 
 
 def transport(came: bytes) -> Any:

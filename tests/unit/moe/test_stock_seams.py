@@ -13,9 +13,9 @@ from stock_stand_in import arguments, stand_in
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.stock import flags
+from megatron.core.dist_checkpointing.moe.stock.iteration import StockCounts
 from megatron.core.dist_checkpointing.moe.stock.resumed_settings import refuse_other_flags, shaping_flags, told
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
-from megatron.core.dist_checkpointing.moe.stock.state import StockCounts
 from megatron.core.transformer.enums import CudaGraphModule
 
 HOOKS = {seam.name: Call.go_on for seam in SEAMS["0.19"]}

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron.core import parallel_state
 
-from ..device_threads import device_thread
+from ..device import device_thread
 from ..errors import MoECheckpointError
 from ..runtime.peer_links import close_connections, named_groups, take_aborted_groups
 

@@ -31,7 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from ..core_versions.training import as_in_new_process
-from ..device_threads import device_thread
+from ..device import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..runtime.peer_links import is_lost_peer

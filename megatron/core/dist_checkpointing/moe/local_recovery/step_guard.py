@@ -26,8 +26,8 @@ from typing import Any, Protocol, SupportsFloat
 from megatron.core.optimizer import MegatronOptimizer
 
 from ..core_versions.training import gathers_after_step
+from ..device import arriving
 from ..errors import PeerLost
-from ..megatron_state.arriving import arriving
 from ..policy.parking import Cause, Decision, StepPhase, decide
 from ..replay.patches import replaced
 from .gradients import Prepared

@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from ..core_versions.training import captures_routers
+from ..device import Arriving
 from ..errors import UsageError
-from .arriving import Arriving
 from .module_tree import layers_of_routers
 
 UNCOUNTED = (

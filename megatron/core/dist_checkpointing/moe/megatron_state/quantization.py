@@ -23,8 +23,8 @@ from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.utils import unwrap_model
 
+from ..device import Arriving
 from ..errors import UnreadableCheckpoint
-from .arriving import Arriving
 
 QUANTIZATION = "quantization"
 """The name of all of it among the tensors of the trainer state."""

@@ -15,7 +15,7 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.availability import OperatorOrder
 from ..policy.lineage import Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
-from ..replication.collectives import exchanged, merged
+from ..replication.agreement import exchanged, merged
 from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Piece

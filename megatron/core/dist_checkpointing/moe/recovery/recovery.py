@@ -38,7 +38,7 @@ from ..policy.tracking import RestoredState
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
 from ..replay.execution import SubsetGather
-from ..replication.collectives import merged
+from ..replication.agreement import merged
 from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy

@@ -15,7 +15,7 @@ import msgspec
 from ..policy.availability import OperatorOrder
 from ..policy.lineage import Lineage
 from ..ports import SnapshotId, Transport
-from ..replication.collectives import merged
+from ..replication.agreement import merged
 from ..strategies import Piece
 from ..types import (
     MANY_NODES,

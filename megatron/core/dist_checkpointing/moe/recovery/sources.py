@@ -22,7 +22,7 @@ from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..policy.availability import OperatorOrder
 from ..policy.rollback import feeds
 from ..ports import Json, Reader, SnapshotId, StoreFailure, Transport
-from ..replication.collectives import exchanged, merged
+from ..replication.agreement import exchanged, merged
 from ..types import (
     GRADIENTS,
     LOG,

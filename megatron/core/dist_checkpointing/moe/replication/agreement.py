@@ -1,20 +1,21 @@
-"""Agreement of ranks on failures: what fails on one rank is raised on all, so that none waits in a collective alone."""
+"""What ranks agree on: a failure of one is raised on all, so that none waits in a collective alone; merged values."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
+import msgspec
 from torch.distributed import PrefixStore, Store
 
-from ..errors import MoECheckpointError, PeerSilent, UsageError
+from ..errors import MoECheckpointError, PeerLost, PeerSilent, UsageError
 
 if TYPE_CHECKING:
-    from ..ports import Json
-import time
+    from ..ports import Json, Transport
 
 
 class Group(Protocol):
@@ -205,3 +206,49 @@ class ConnectionEpochs:
     def _missing(self) -> tuple[int, ...]:
         """Who never came to this number; marks stay when their ranks leave."""
         return not_listed(self._store.get(self._marks()), self._world_size)  # by one request: all ranks give up now
+
+
+# What all ranks have to know, made on the way, and what each rank has for a few others; typed, over any transport.
+
+
+def merged[T](transport: Transport, own: T, kind: type[T], combine: Callable[[T, T], T]) -> T:
+    """The values of all ranks as one, on all of them; a collective.
+
+    Args:
+        transport: To all ranks.
+        own: The value of this rank.
+        kind: Its type, as msgspec reads it.
+        combine: Of two values, the first one of lower ranks; which neighbours are combined first must not matter.
+
+    Raises:
+        PeerLost: A rank did not answer, or not with such a value.
+    """
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def bytes_of(one: bytes, other: bytes) -> bytes:
+        return msgspec.msgpack.encode(combine(decoder.decode(one), decoder.decode(other)))
+
+    return _read(decoder, transport.merge(msgspec.msgpack.encode(own), bytes_of))
+
+
+def exchanged[T](transport: Transport, outgoing: Mapping[int, T], kind: type[T]) -> list[tuple[int, T]]:
+    """What each rank has for this one, by the rank that it comes from, ascending; a collective.
+
+    Args:
+        transport: To all ranks.
+        outgoing: What this rank has, by the rank that it is for.
+        kind: The type of the values, as msgspec reads it.
+
+    Raises:
+        PeerLost: A rank did not answer, or not with such values.
+    """
+    came = transport.exchange({to: msgspec.msgpack.encode(value) for to, value in outgoing.items()})
+    decoder = msgspec.msgpack.Decoder(kind)
+    return [(source, _read(decoder, data)) for source, data in came]
+
+
+def _read[T](decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerLost(f"what came from other ranks cannot be read: {error}") from None

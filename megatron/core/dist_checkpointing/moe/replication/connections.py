@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from ..device_threads import device_thread
+from ..device import device_thread
 from .greeting import BACKLOG, Greeting
 
 CHUNK_BYTES = 8 << 20

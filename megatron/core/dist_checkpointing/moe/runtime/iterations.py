@@ -14,8 +14,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from ..core_versions.training import forget_auxiliary_losses
+from ..device import Arriving, arriving
 from ..errors import PeerLost, Terminated, UsageError
-from ..megatron_state.arriving import Arriving, arriving
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
 from ..replay.patches import replaced

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from ..device_threads import device_thread
+from ..device import device_thread
 from ..errors import PeerSilent
 from ..ports import PeerLost
 from ..replication.agreement import ranks_named

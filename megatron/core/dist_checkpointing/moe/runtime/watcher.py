@@ -30,7 +30,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any, NamedTuple, Protocol, cast
 
-from ..device_threads import device_thread
+from ..device import device_thread
 from ..errors import PeerLost, PeerSilent, Terminated
 from ..policy.parking import Cause
 from .peer_links import PeerLinks, close_connections

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ..device_threads import device_thread
+from ..device import device_thread
 from ..errors import CheckpointFailure, MoECheckpointError
 from ..ports import Executor, StoreFailure, Task
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..device_threads import device_thread
+from ..device import device_thread
 from .copy_engines import LOCK_BYTES
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device_threads import ignore_captures
+from ..device import ignore_captures
 from ..ports import Pace
 from .copy_engines import (
     CHUNK_BYTES,

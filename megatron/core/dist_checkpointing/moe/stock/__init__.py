@@ -20,11 +20,10 @@ from ..core_versions.training import ending_with_their_trainer, results_in_proce
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from ..runtime.nccl_settings import set_for_parking
-from .dataset_helpers import shipped_helpers
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
-from .seams import SAVING, SAVING_SEAMS, TRAINING, installed
+from .seams import SAVING, SAVING_SEAMS, TRAINING, installed, shipped_helpers
 from .survivors import Survivors
 
 __all__ = ["StockIteration", "arguments", "protected", "shipped_helpers"]

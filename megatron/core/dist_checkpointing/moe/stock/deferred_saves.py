@@ -18,8 +18,8 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from ..core_versions.training import forget_auxiliary_losses
 from ..megatron_state.trainer_state import random_states, restore_random
 from .dense import newest_iteration
+from .iteration import StockCounts
 from .seams import Call
-from .state import StockCounts
 
 _UNKNOWN = 2**62
 

@@ -49,10 +49,9 @@ from ..strategies import STRATEGIES
 from . import dense, flags
 from .deferred_saves import DeferredSaves, SuppressedEffects
 from .dense import StockSaves, newest_checkpoint, written_folder
-from .iteration import CommonIterations, Report, StockIteration, boundary, mean_loss
+from .iteration import CommonIterations, Report, StockCounts, StockIteration, boundary, mean_loss
 from .resumed_settings import flags_hold, refuse_another_model, refuse_other_flags, shaping_flags, told
 from .seams import Call, Hook
-from .state import StockCounts
 from .survivors import Survivors
 
 if TYPE_CHECKING:

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from megatron.core.datasets import utils
+
 from ..errors import UsageError
+from ..replay.patches import replaced
 
 TRAINING = "megatron.training.training"
 """The module that has the loop."""
@@ -240,3 +245,21 @@ def _wrapper(original: Callable[..., Any], hook: Hook, is_on: Callable[[], bool]
 
     wrapper.is_on = is_on  # type: ignore[attr-defined]
     return wrapper
+
+
+# What the wheels of Megatron-Core lack that its training loop wants.
+
+
+@contextlib.contextmanager
+def shipped_helpers() -> Iterator[None]:
+    """Take the compiled helpers of datasets as they are, in this block, where they cannot be compiled.
+
+    The loop runs `make` for them, but no wheel has the Makefile: the first rank would end there. The wheel has what
+    would be made. Nothing changes where the sources are complete.
+    """
+    complete = (Path(utils.__file__).parent / "Makefile").exists()
+    if complete or importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        yield
+        return
+    with replaced(utils, compile_helpers=lambda: None):
+        yield

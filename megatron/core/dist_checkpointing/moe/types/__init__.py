@@ -1,17 +1,19 @@
 """The words of the subsystem: operators, plans, topologies, models, inventories. No torch, nothing that acts."""
 
-from .model_shape import ModelShape, iterate_operators, moe_layers_of
 from .operators import (
     FP16_FP32,
     FP32,
     LOW_PRECISIONS,
     PRECISIONS,
+    ModelShape,
     OperatorId,
     OperatorKind,
     OperatorSize,
     Part,
     Precision,
     expert,
+    iterate_operators,
+    moe_layers_of,
 )
 from .recovery import (
     GRADIENTS,

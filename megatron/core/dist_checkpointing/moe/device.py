@@ -1,0 +1,90 @@
+"""Threads that may call CUDA, and numbers that a device has made, on their way to the host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def device_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    """A daemon thread, not started yet, on the device of the thread that makes it.
+
+    A new thread is on device 0: its first call would make a context there, some 500 MB of the GPU of local rank 0, and
+    an event or a device that it waits for would be another one's.
+
+    Args:
+        run: What it does.
+        name: Of the thread.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def on_device() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+            ignore_captures()
+        run()
+
+    return threading.Thread(target=on_device, name=name, daemon=True)
+
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+
+
+def ignore_captures() -> None:
+    """Let this thread call CUDA while another one captures a graph.
+
+    Layers are captured in CUDA's global mode (Transformer Engine; backward passes in Megatron-Core 0.19): a query of an
+    event or a page-lock by any thread then fails, and ends the capture. It does neither in a thread of this mode.
+    """
+    if torch.version.cuda is None:
+        return
+    with contextlib.suppress(OSError):  # linked into torch
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # the one that torch has loaded
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+_POLL_S = 0.0005
+_LONGEST_S = 600.0
+
+
+class Arriving:
+    """A copy of a small tensor: the thread that trains makes it and continues, whoever needs it waits.
+
+    Args:
+        source: May be changed, or given up, after that.
+    """
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if not source.is_cuda:
+            self._copy = source.detach().clone()
+            return
+        self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._copy.copy_(source.detach(), non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """Its value on the host, from any thread. Raises TimeoutError where the device does not come there."""
+        deadline_s = time.monotonic() + _LONGEST_S
+        while self._arrived is not None and not self._arrived.query():  # CUDA waits without a timeout
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"waited {_LONGEST_S:g} s for a number that the device has to make")
+            time.sleep(_POLL_S)
+        return self._copy
+
+    def __float__(self) -> float:
+        return float(self.wait())
+
+    def __int__(self) -> int:
+        return int(self.wait())
+
+
+def arriving(number: float | torch.Tensor | None) -> float | Arriving | None:
+    """A number that is known, or on its way."""
+    return Arriving(number) if isinstance(number, torch.Tensor) else number
