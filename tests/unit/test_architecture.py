@@ -52,7 +52,7 @@ ROWS = {
     # The engine: what a training job can reach.
     f"{ENGINE}.errors": Row(standard=PURE | {"errno"}),
     f"{ENGINE}.device": Row("", "torch"),
-    f"{ENGINE}.boot_clock": Row(standard=PURE | {"pathlib", "time"}),
+    f"{ENGINE}.boot_clock": Row(standard=PURE | {"os", "pathlib", "time"}),
     f"{ENGINE}.types": Row("errors", standard=PURE),
     f"{ENGINE}.versions": Row("errors", standard=PURE | {"importlib", "pathlib", "platform"}),
     f"{ENGINE}.config": Row(standard=PURE | {"argparse", "types"}),
@@ -328,8 +328,7 @@ READ_OTHERWISE = {
     "moe.versions": "files of installed packages, before numpy is there",
     "moe.storage.system": "the kernel's own, of a control group and of devices",
     "moe.storage.small_files": "bounded and regular too, and asked whose it is",
-    "moe.boot_clock": "the kernel's own, of this boot",
-    "moe.storage.lease": "the kernel's own, of processes",
+    "moe.boot_clock": "the kernel's own, of this boot and its processes",
     "moe.standby.heartbeat": "a byte in a folder that only the launcher gives",
     "dense.safe_load": "bytes that were read, not a file",
     "runs.run_log": "what a user names, which may be a pipe; line by line",

@@ -1,4 +1,4 @@
-"""A clock that nobody sets: seconds since this node was booted, which all of its processes share.
+"""A clock that nobody sets: seconds since this node was booted, which all of its processes share, and which they are.
 
 The wall clock steps when it is corrected, by days on a node whose battery is empty. So what processes of one node tell
 each other about when something was is told by this one, and becomes a time of day only for people and for other nodes.
@@ -7,9 +7,11 @@ each other about when something was is told by this one, and becomes a time of d
 from __future__ import annotations
 
 import functools
+import os
 import time
 from pathlib import Path
 
+_DEAD = ("Z", "X", "x")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -25,6 +27,31 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
+
+
+# Processes of this boot.
+
+ProcessKey = tuple[int, int]
+"""Number of a process, and when it started, in ticks since its machine did: no later process has the same."""
+
+
+def machine() -> str:
+    """This boot of this machine, and the namespace that its process numbers are in; containers have their own."""
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def started(process: int) -> int:
+    """When a process started, in ticks since the machine did; -1 where it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] in _DEAD else int(fields[19])
+
+
+def is_there(process: ProcessKey) -> bool:
+    """Whether a process of this machine runs, and is not a later one with its number."""
+    return started(process[0]) == process[1]
 
 
 # Real time.

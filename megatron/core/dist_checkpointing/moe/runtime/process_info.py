@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..boot_clock import ProcessKey, machine, started
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.memory_limit import MemoryLimit
@@ -20,7 +21,6 @@ from ..ports import Json, Manifest
 from ..resharding.generation import LiveLayout
 from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
-from ..storage.lease import ProcessKey, machine, started
 from ..storage.memory import MemoryStore
 from ..storage.objects import open_durable
 from ..storage.ownership import (

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..boot_clock import boot_id
+from ..boot_clock import ProcessKey, is_there, machine, started
 from ..errors import MoECheckpointError, StoreFailure, UsageError, format_error
 from .lease_files import LEASE, FolderPlace, LeasePlace
 
@@ -36,10 +36,6 @@ STALE_S = 60.0
 POLL_S = 1.0
 _BEAT_DIGITS = 20
 _UNFOUND = "another job that writes there would not be found"
-_DEAD = ("Z", "X", "x")
-
-ProcessKey = tuple[int, int]
-"""Number of a process, and when it started, in ticks since its machine did: no later process has the same."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -95,25 +91,6 @@ class Holder(msgspec.Struct, frozen=True):
     def is_gone(self) -> bool:
         """Whether its process is provably not there any more."""
         return self.machine == machine() and not is_there(self.process)
-
-
-def machine() -> str:
-    """This boot of this machine, and the namespace that its process numbers are in; containers have their own."""
-    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def started(process: int) -> int:
-    """When a process started, in ticks since the machine did; -1 where it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in _DEAD else int(fields[19])
-
-
-def is_there(process: ProcessKey) -> bool:
-    """Whether a process of this machine runs, and is not a later one with its number."""
-    return started(process[0]) == process[1]
 
 
 class Verdict(enum.Enum):
