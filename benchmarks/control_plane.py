@@ -20,6 +20,7 @@ from harness import Benchmark, row, rule, start, where
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.availability import Survey
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Overview, digest
@@ -27,7 +28,6 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import InventoryRow
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import Findings, LocalInventory
 from megatron.core.dist_checkpointing.moe.replication.agreement import merged
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
 from megatron.core.dist_checkpointing.moe.types import (
     LOG,

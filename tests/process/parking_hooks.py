@@ -202,9 +202,9 @@ class Parking(Frozen):
         from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
         from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers, LiveGradients
         from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
+        from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
         from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-        from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         capturer = LiveCapturer(self.tensors, self.trainer_state, ThreadEngine())

@@ -14,7 +14,7 @@ from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState, WindowState
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, attempt_name, continued
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineage, attempt_name, continued
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport, TokenCounts
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import fit_memory, gathered_sizes, segment_sizes
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert

@@ -15,11 +15,10 @@ from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, attempt_name, continued
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineage, attempt_name, continued
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Piece
 from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan, Topology
 from moe_ckpt.checkpoints.location import GcLimits

@@ -70,7 +70,7 @@ ROWS = {
     f"{ENGINE}.megatron_state": Row(f"{VALUES} device ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
     f"{ENGINE}.snapshot": Row(f"{PARTS} device extensions storage replication megatron_state", "numpy torch"),
-    f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay snapshot", "msgspec"),
+    f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions device", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(

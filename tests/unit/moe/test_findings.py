@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.availability import rank_states, surveyed
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, newest_first, past
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineage, newest_first, past
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence
 from megatron.core.dist_checkpointing.moe.recovery.findings import Judge, StageDigest, overview, packed, unpacked
@@ -37,7 +37,6 @@ from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery
 from megatron.core.dist_checkpointing.moe.recovery.reductions import Summary
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.recovery.sources import logs_and_gradients, needs, with_trainer_states
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,

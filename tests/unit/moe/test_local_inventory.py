@@ -8,10 +8,9 @@ import pytest
 from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.storage.base import HostBuffer
 from megatron.core.dist_checkpointing.moe.types import GRADIENTS, LOG, PARKED
 

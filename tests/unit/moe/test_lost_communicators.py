@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.moe.in_place import process_groups, proces
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
 from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parked, Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime import peer_links
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import PARKED, Part

@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.adam_step
 from megatron.core.dist_checkpointing.moe.extensions.gradient_replicas.step_offers import PATIENCE, StepOffers
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import SteppedTensor, allocate_optimizer_state
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.tracking import Status
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, SnapshotTask
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.strategies import Piece

@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.moe.local_recovery import survivor as surv
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
 from megatron.core.dist_checkpointing.moe.local_recovery.survivor import LiveTensors, Passes, Survivor, SurvivorBuffers
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
-from megatron.core.dist_checkpointing.moe.snapshot.persisting import Identity
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, checksum_bytes_per_s, checksums
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from ..errors import MoECheckpointError, format_error
 from ..policy.boundary import covered_since, covers, kept
+from ..policy.lineage import Identity
 from ..ports import (
     Clock,
     Executor,
@@ -32,7 +33,6 @@ from ..ports import (
     StoreFailure,
     Task,
 )
-from ..snapshot.persisting import Identity
 from ..strategies import Piece
 from ..types import LOG, SnapshotPlan, StepJournal
 from .boundary_copies import LogPlan

@@ -32,6 +32,7 @@ from ..errors import MoECheckpointError, format_error
 from ..megatron_state.operators import StateTensor
 from ..megatron_state.optimizer_state import SteppedTensor
 from ..policy.boundary import tensor_shape
+from ..policy.lineage import Identity
 from ..policy.parking import Cause, ParkingBudget, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recovery.kept_state import KeptState
@@ -40,7 +41,6 @@ from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.memory_limit import taken_bytes
 from ..snapshot.page_locks import PageLocks
-from ..snapshot.persisting import Identity
 from ..snapshot.stream_engine import StreamEngine
 from ..storage.manifest import HURRIED_THREADS, checksum_bytes_per_s
 from ..storage.memory import MemoryStore

@@ -11,9 +11,12 @@ and an attempt has a number larger than any that it found when it began. Clocks 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..types import OperatorId, Piece
+from ..types.layout import Facts, Json
 
 type Lineage = tuple[tuple[str, int], ...]
 """Attempts, oldest first: a name, as `attempt_name` gives it, and the iteration after which it continued."""
@@ -125,3 +128,47 @@ def newest_first(states: Iterable[tuple[Lineage, int]]) -> list[Lineage]:
         return [(best[timeline[: at + 1]], attempt) for at, attempt in enumerate(timeline)]
 
     return sorted(farthest, key=age, reverse=True)
+
+
+# What the manifests of a rank say in each iteration.
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The job, its parallel layout, which operators are the rank's, and the attempts of the job so far."""
+
+    job: str
+    topology: Mapping[str, Json]
+    operators: frozenset[OperatorId]
+    strategy: str = ""
+    timeline: Lineage = ()
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
+        """Those that lie on this rank, with their places: the first one, and all of which it owns a part."""
+        return [
+            (at, piece) for at, piece in enumerate(pieces) if at == 0 or not self.operators.isdisjoint(piece.plan.parts)
+        ]
+
+    def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
+        """The facts of one piece, with the parts that it holds of this rank's operators.
+
+        Args:
+            piece: Of a snapshot.
+            scalars: What else its manifest says: for the first piece the trainer's state and the journal.
+        """
+        parts = piece.plan.parts
+        held: list[Json] = [
+            [operator.layer, operator.kind.value, operator.expert, parts[operator].value]
+            for operator in sorted(self.operators)
+            if operator in parts
+        ]
+        # What is parked may be of the very iteration that this attempt continued from.
+        timeline: list[Json] = [[attempt, after] for attempt, after in past(self.timeline, piece.plan.iteration)]
+        window: list[Json] = [piece.span[0], piece.span[-1]]
+        own: dict[str, Json] = {
+            "operators": held,
+            "timeline": timeline,
+            "made_by": self.strategy,
+            "window": window,
+        }
+        return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})

@@ -13,10 +13,9 @@ import msgspec
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.availability import OperatorOrder
-from ..policy.lineage import Lineage
+from ..policy.lineage import Identity, Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import exchanged, merged
-from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Piece
 from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier, Topology

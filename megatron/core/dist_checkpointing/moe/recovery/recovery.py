@@ -32,14 +32,13 @@ from operator import or_
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
 from ..policy.availability import Survey
-from ..policy.lineage import Lineage, past
+from ..policy.lineage import Identity, Lineage, past
 from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_all
 from ..policy.tracking import RestoredState
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
 from ..replay.execution import SubsetGather
 from ..replication.agreement import merged
-from ..snapshot.persisting import Identity
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import CONSTANT, GRADIENTS, PARKED, STANDBY, Lost, RecoveryPlan, StepJournal, Tier

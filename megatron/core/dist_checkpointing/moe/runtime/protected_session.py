@@ -29,7 +29,7 @@ from ..extensions import Additions, Extension, asked_for, wait_for_agent
 from ..local_recovery.survivor import Survivor
 from ..megatron_state.module_tree import drops_tokens, model_operators, number_layers
 from ..megatron_state.popularity import TokenCounter
-from ..policy.lineage import attempt_name, continued, number_of
+from ..policy.lineage import Identity, attempt_name, continued, number_of
 from ..policy.parking import Cause
 from ..ports import Execution, Layout
 from ..recovery.exactness import DivergenceNotes
@@ -42,7 +42,6 @@ from ..replication.replicator import Replicator
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging
-from ..snapshot.persisting import Identity
 from ..snapshot.stopwatch import CudaStopwatch
 from ..snapshot.workers import Persister, ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy

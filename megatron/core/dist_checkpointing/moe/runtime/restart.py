@@ -21,13 +21,13 @@ from ..config import MoECheckpointConfig
 from ..errors import NewProcessesNeeded, NoExactState, ReplayDiverged, UnreadableCheckpoint, UsageError
 from ..local_recovery.survivor import Survivor
 from ..megatron_state.trainer_state import LiveTrainerState
+from ..policy.lineage import Identity
 from ..policy.parking import StepPhase
 from ..ports import Transport
 from ..recovery.kept_state import KeptReplay
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..replay.densify import Replay
 from ..resharding.store import PreviousWindow
-from ..snapshot.persisting import Identity
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UnreadableCheckpoint, format_error
 from ..extensions.base import StepSender
+from ..policy.lineage import Identity
 from ..policy.tracking import Status
 from ..ports import (
     Clock,
@@ -35,7 +36,7 @@ from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
 from ..types.operators import scaled
-from .persisting import CopyOrder, Identity, carry_out
+from .persisting import CopyOrder, carry_out
 
 ATTEMPTS = 3
 FIRST_PAUSE_S = 1.0
