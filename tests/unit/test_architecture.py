@@ -28,7 +28,7 @@ PURE = frozenset(
 
 VALUES = "errors types"
 PARTS = f"{VALUES} ports policy strategies"
-WORKERS = f"{PARTS} storage megatron_state replay snapshot recovery"
+WORKERS = f"{PARTS} storage megatron_state snapshot recovery"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ ROWS = {
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions device", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
-        f"{WORKERS} boot_clock device extensions versions config core_versions replication local_recovery"
+        f"{WORKERS} replay boot_clock device extensions versions config core_versions replication local_recovery"
         " resharding standby",
         "megatron.core torch",
     ),
@@ -93,7 +93,7 @@ ROWS = {
         f"{VALUES} extensions strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
-        "errors core_versions device megatron_state replay replication runtime standby types",
+        "errors core_versions device megatron_state replication runtime standby types",
         "megatron.core torch",
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
@@ -111,12 +111,12 @@ ROWS = {
     f"{TOOLS}.report": Row("", "click rich"),
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
-    f"{ENGINE}.dense_saves": Row("errors replay storage", "megatron.core torch", "dense"),
+    f"{ENGINE}.dense_saves": Row("errors core_versions storage", "megatron.core torch", "dense"),
     f"{ENGINE}.extensions.partial_saves": Row(
         "config dense_saves errors megatron_state policy storage", "megatron.core torch", "dense"
     ),
     f"{ENGINE}.stock": Row(
-        "errors device ports megatron_state replay recovery standby in_place snapshot strategies config contradictions"
+        "errors device ports megatron_state recovery standby in_place snapshot strategies config contradictions"
         " features manager runtime dense_saves extensions extensions.partial_saves core_versions resharding storage",
         "megatron.core psutil torch",
     ),

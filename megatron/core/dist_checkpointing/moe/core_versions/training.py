@@ -1,4 +1,5 @@
-"""What a training loop calls that has moved, or takes other arguments, in some release of Megatron-Core."""
+"""What a training loop calls that has moved, or takes other arguments, in some release of Megatron-Core, and how its
+attributes are replaced for a block."""
 
 from __future__ import annotations
 
@@ -212,3 +213,23 @@ def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         setattr(filesystem_async, _QUEUE, original)
+
+
+# Attributes of core's objects and modules, for a block.
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of one instance, and put back what it had of its own."""
+    own = vars(owner)  # not `getattr`: a bound method put back would shadow the class's for good
+    before = {name: own[name] for name in values if name in own}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from moe_ckpt.dense.integrity import FileSum, decode, encode, file_sum
 from moe_ckpt.dense.names import SUMS_BYTES
 
+from ..core_versions.training import replaced
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
-from ..replay.patches import replaced
 from ..storage.manifest import is_keyed, use_secret
 from ..storage.small_files import read_secret, read_small
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..core_versions.training import replaced
 from ..errors import MoECheckpointError, PeerLost
-from ..replay.patches import replaced
 from ..replication.agreement import gathered_by_store
 
 Answers = list[tuple[str, Any]]

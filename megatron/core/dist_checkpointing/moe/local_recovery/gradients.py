@@ -16,13 +16,12 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ..core_versions.training import gathers_after_step
+from ..core_versions.training import gathers_after_step, replaced
 from ..errors import UsageError
 from ..megatron_state.operators import StateTensor
 from ..megatron_state.optimizer_state import SteppedTensor, optimizer_members
 from ..megatron_state.restore import Upload, write_record
 from ..ports import Field
-from ..replay.patches import replaced
 from ..types import StepJournal
 
 GRADIENT = "gradient"

@@ -25,11 +25,10 @@ from typing import Any, Protocol, SupportsFloat
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..core_versions.training import gathers_after_step
+from ..core_versions.training import gathers_after_step, replaced
 from ..device import arriving
 from ..errors import PeerLost
 from ..policy.parking import Cause, Decision, StepPhase, decide
-from ..replay.patches import replaced
 from .gradients import Prepared
 
 _OUTSIDE = (StepPhase.REPLAYING, StepPhase.ROLLING_FORWARD)

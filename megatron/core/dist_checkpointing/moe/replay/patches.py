@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
 from ..core_versions.seams import cast_rows, casts_itself, quantized_rows, scales_kept
-from ..core_versions.training import norm_as_in_training
+from ..core_versions.training import norm_as_in_training, replaced
 from ..types import StepJournal
 
 Parameters = AbstractSet[torch.nn.Parameter]
@@ -41,23 +41,6 @@ ALIGNED_GROUPS: dict[type[MegatronOptimizer], tuple[tuple[str, ...], ...]] = {
     FP32Optimizer: (),
 }
 """By kind of optimizer: attributes that are lists of groups, aligned with each other, model parameters first."""
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of one instance, and put back what it had of its own."""
-    own = vars(owner)  # not `getattr`: a bound method put back would shadow the class's for good
-    before = {name: own[name] for name in values if name in own}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
 
 
 def bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:

@@ -13,12 +13,11 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..core_versions.training import forget_auxiliary_losses
+from ..core_versions.training import forget_auxiliary_losses, replaced
 from ..device import Arriving, arriving
 from ..errors import PeerLost, Terminated, UsageError
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
-from ..replay.patches import replaced
 from ..snapshot.coordinator import ProtectionReport
 from ..standby.heartbeat import own_heartbeat
 from ..standby.slot import own_slot

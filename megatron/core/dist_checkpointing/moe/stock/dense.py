@@ -13,6 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 
+from ..core_versions.training import replaced
 from ..dense_saves.choosing import has_chain, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
@@ -20,7 +21,6 @@ from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
-from ..replay.patches import replaced
 from ..storage.small_files import INFORMING_BYTES, read_small
 from .seams import Call
 

@@ -19,11 +19,11 @@ from typing import Any
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from ..core_versions.training import replaced
 from ..errors import MoECheckpointError, UsageError
 from ..megatron_state.optimizer_state import members_by_layer
 from ..megatron_state.trainer_state import load_scheduler
 from ..ports import Json
-from ..replay.patches import replaced
 from ..storage.slot_reader import SEALED, SlotReader
 
 # Which flags of Megatron-LM shape what an iteration computes: where it is run again, they have to be as they were.

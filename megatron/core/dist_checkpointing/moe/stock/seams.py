@@ -22,8 +22,8 @@ from typing import Any
 
 from megatron.core.datasets import utils
 
+from ..core_versions.training import replaced
 from ..errors import UsageError
-from ..replay.patches import replaced
 
 TRAINING = "megatron.training.training"
 """The module that has the loop."""

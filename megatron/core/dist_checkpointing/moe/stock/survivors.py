@@ -22,11 +22,11 @@ from megatron.core import rerun_state_machine as rerun
 from megatron.core import timers
 from megatron.core.utils import get_model_config
 
+from ..core_versions.training import replaced
 from ..errors import PeerLost, UsageError
 from ..in_place.building import own_build, rehearsed
 from ..in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from ..recovery.timeline import Milestone, Timestamps
-from ..replay.patches import replaced
 from ..runtime.nccl_settings import process_group_backend
 from ..runtime.opening import RECOVERY_PATIENCE
 from ..runtime.watcher import watched_start
