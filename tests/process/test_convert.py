@@ -59,6 +59,7 @@ def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
 
 
+@pytest.mark.ci
 def test_a_converted_window_is_the_dense_checkpoint_of_its_last_iteration_and_training_continues_from_it(
     source: Source, train: Train, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_where_no_window_is_that_is_said(tmp_path: Path) -> None:
     assert "is empty" in refused(tmp_path / "empty", tmp_path / "dense")
 
 
+@pytest.mark.ci
 def test_a_half_written_window_is_refused_and_what_it_lacks_is_named(
     source: Source, storage: Path, tmp_path: Path
 ) -> None:

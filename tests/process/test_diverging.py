@@ -30,6 +30,7 @@ def recoveries(run: Run) -> list[dict[str, Any]]:
     return [line["recovery"] for line in lines if "recovery" in line]
 
 
+@pytest.mark.ci
 def test_the_window_of_a_replay_that_diverged_is_passed_by_and_a_checkpoint_loaded(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

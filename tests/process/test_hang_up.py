@@ -33,6 +33,7 @@ def chain(world: World, corpus: str, folder: Path, *, hangs_up: bool) -> list[di
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
 
 
+@pytest.mark.ci
 def test_a_rank_that_hangs_up_is_heard_by_those_that_wait_for_it(world: World, corpus: str, tmp_path: Path) -> None:
     first, second, third = chain(world, corpus, tmp_path, hangs_up=True)
     assert first["closed"] > 0

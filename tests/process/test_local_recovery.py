@@ -139,7 +139,7 @@ def test_logs_are_told_apart_by_microbatch(
     ("rank", "distributed"),
     [
         pytest.param(0, False, id="0-plain", marks=full),
-        pytest.param(1, True, id="1-distributed"),
+        pytest.param(1, True, id="1-distributed", marks=pytest.mark.ci),
         pytest.param(0, True, id="0-distributed", marks=full),
         pytest.param(1, False, id="1-plain", marks=full),
     ],

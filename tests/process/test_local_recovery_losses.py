@@ -39,7 +39,9 @@ def test_a_second_loss_before_all_stand_together_is_survived(
     assert_identical(run, fault_free(one))
 
 
-@pytest.mark.parametrize(("nth", "phase"), [pytest.param(1, "after step", marks=full), (2, "before step")])
+@pytest.mark.parametrize(
+    ("nth", "phase"), [pytest.param(1, "after step", marks=full), pytest.param(2, "before step", marks=pytest.mark.ci)]
+)
 def test_a_loss_in_the_replaying_stage_begins_its_replay_again(
     nth: int, phase: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

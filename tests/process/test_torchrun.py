@@ -67,7 +67,9 @@ def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Trai
 
 
 @pytest.mark.parametrize(
-    ("layout", "victim"), [(TWO_RANKS, 1), pytest.param(Layout(), 2, marks=full)], ids=["one rank each", "two each"]
+    ("layout", "victim"),
+    [pytest.param(TWO_RANKS, 1, marks=pytest.mark.ci), pytest.param(Layout(), 2, marks=full)],
+    ids=["one rank each", "two each"],
 )
 def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_is_lost(
     layout: Layout, victim: int, launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path

@@ -102,6 +102,7 @@ def refusal(outcome: Outcome) -> str:
     return line
 
 
+@pytest.mark.ci
 def test_what_is_saved_has_sums_of_all_its_files_and_is_that_of_the_unprotected_loop(new_job, tmp_path: Path) -> None:
     plain, save = tmp_path / "plain", tmp_path / "save"
     flags = ("--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
