@@ -151,23 +151,31 @@ def report_silence(error: BaseException) -> None:
 
 def _reported(start: ThisStart, error: BaseException, asks: bool, keeps: bool) -> None:
     waited_s, named = own_heartbeat().stood_s, error.ranks if isinstance(error, PeerSilent) else ()
-    missing, is_first = named or None, asks  # without the store each rank reports what it knows
-    is_known = False
-    for _ in range(_TRIES):
-        # A store that is gone refuses at once; torch would try again for seconds.
-        with suppress(RuntimeError, OSError):
-            socket.create_connection((start.host, start.port), _CONNECT_S).close()
-            patience = timedelta(seconds=_STORE_S)
-            store = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False, timeout=patience)
-            call = RollCall(PrefixStore(f"moe-ckpt-silent-{start.number}", store), start.world_size)
-            call.answer(start.rank)
-            if not is_known:
-                is_first, is_known = asks and call.is_first(), True
-            if is_first:
-                missing = named or call.missing(ANSWER_S)
-            break
-    if is_first and missing is not None:
+    missing = _to_report(start, named, asks)
+    if missing is not None:
         log.error("%s", sentence(missing, waited_s, _place(error), next_step(os.environ, keeps=keeps)))
+
+
+def _to_report(start: ThisStart, named: tuple[int, ...], asks: bool) -> tuple[int, ...] | None:
+    """The ranks that this one has to report, after it has answered; None where it only answers, or another reports."""
+    is_first = None
+    for _ in range(_TRIES):
+        with suppress(RuntimeError, OSError):
+            call = _roll_call(start)
+            call.answer(start.rank)
+            if is_first is None:
+                is_first = asks and call.is_first()
+            return (named or call.missing(ANSWER_S)) if is_first else None
+    reports = asks if is_first is None else is_first  # without the store each rank reports what it knows
+    return named if reports and named else None
+
+
+def _roll_call(start: ThisStart) -> RollCall:
+    # A store that is gone refuses at once; torch would try again for seconds.
+    socket.create_connection((start.host, start.port), _CONNECT_S).close()
+    patience = timedelta(seconds=_STORE_S)
+    store = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False, timeout=patience)
+    return RollCall(PrefixStore(f"moe-ckpt-silent-{start.number}", store), start.world_size)
 
 
 def sentence(missing: tuple[int, ...], waited_s: float, place: str, then: str) -> str:
