@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 import inspect
@@ -12,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from made_page import write_or_check
 
 from megatron.core.dist_checkpointing import moe
 
@@ -108,17 +109,8 @@ def prose(doc: str) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; with --check only say by the exit code whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    page = render()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    sys.stderr.write(f"{PAGE} is not what the docstrings say: run python tools/api_reference.py\n")
-    return 1
+    """As `write_or_check`."""
+    return write_or_check(arguments, __doc__, PAGE, render, "the docstrings say", __file__)
 
 
 if __name__ == "__main__":

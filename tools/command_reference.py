@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from made_page import write_or_check
 
 from moe_ckpt.commands.main import commands
 
@@ -94,17 +94,8 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; with --check only say by the exit code whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    page = render()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{PAGE} is not what the commands say: run python tools/command_reference.py", file=sys.stderr)
-    return 1
+    """As `write_or_check`."""
+    return write_or_check(arguments, __doc__, PAGE, render, "the commands say", __file__)
 
 
 if __name__ == "__main__":

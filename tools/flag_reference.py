@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from made_page import write_or_check
 
 from moe_ckpt.commands.flags import sections
 
@@ -68,16 +69,8 @@ def cell(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; with --check only say by the exit code whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(render(), encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == render():
-        return 0
-    print(f"{PAGE} is not what the flags are: run python tools/flag_reference.py", file=sys.stderr)
-    return 1
+    """As `write_or_check`."""
+    return write_or_check(arguments, __doc__, PAGE, render, "the flags are", __file__)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from made_page import write_or_check
 
 from megatron.core.dist_checkpointing.moe.policy import parking
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import TABLES, TransitionTable
@@ -100,17 +101,8 @@ def parking_section() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
-    flags = parser.parse_args(arguments)
-    page = render()
-    if not flags.check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{PAGE} is not what the tables say: run python tools/lifecycle_diagrams.py", file=sys.stderr)
-    return 1
+    """As `write_or_check`."""
+    return write_or_check(arguments, __doc__, PAGE, render, "the tables say", __file__)
 
 
 if __name__ == "__main__":
