@@ -344,7 +344,8 @@ def traced(folder: str) -> Iterator[None]:
         functions = [
             (code.co_filename.removeprefix(engine), code.co_firstlineno, _length(code))
             for code in entered
-            if code.co_flags & inspect.CO_OPTIMIZED  # no bodies of modules and classes
+            # No bodies of modules and classes, nor what runs at import for `def name[T]`.
+            if code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<generic parameters")
         ]
         path = Path(folder) / f"{os.environ['RANK']}-{os.getpid()}.json"
         path.write_text(json.dumps({"functions": functions, "frames": frames}))
