@@ -66,6 +66,12 @@ SEAMS: dict[str, dict[str, str]] = {
     "distributed.finalize_model_grads": {
         "finalize_model_grads": "model num_tokens pg_collection force_all_reduce",
     },
+    "full_cuda_graph": {
+        "FullCudaGraphWrapper.__call__": "self args kwargs",
+    },
+    "transformer.module": {
+        "GraphableMegatronModule._should_call_te_cudagraph": "self args kwargs",
+    },
     "transformer.moe.moe_utils": {
         "RouterGatingLinearFunction.forward": "ctx inp weight bias router_dtype",
         "RouterGatingLinearFunction.backward": "ctx grad_output",

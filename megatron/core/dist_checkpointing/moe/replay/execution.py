@@ -24,13 +24,13 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
 from ..core_versions.seams import require_seams
-from ..core_versions.training import has_norm_of_its_own, skips_for_norm, uses_cuda_graphs
+from ..core_versions.training import has_norm_of_its_own, skips_for_norm
 from ..errors import MoECheckpointError, UsageError
 from ..megatron_state.quantization import keeps_weights_in_blocks
 from ..ports import Json, PeerLost, Transport
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
-from .patches import counts_in_groups, journaled_step, journaled_tokens, overlap_off, weights_frozen
+from .patches import counts_in_groups, graphs_off, journaled_step, journaled_tokens, overlap_off, weights_frozen
 
 
 class LiveExecution:
@@ -63,7 +63,7 @@ class LiveExecution:
         self._chunks, self._optimizer, self._operator_of = list(chunks), optimizer, dict(operator_of)
         _ask_for_norm_groups(optimizer)
         self._until_thaw, self._until_next = contextlib.ExitStack(), contextlib.ExitStack()
-        self._is_overlap_off = False
+        self._is_prepared = False
 
     def freeze(self, frozen: Collection[OperatorId], step: StepJournal, *, alone: bool = False) -> None:
         """As `ports.Execution.freeze`. All ranks must call it alike, after their compute weights became whole.
@@ -84,10 +84,12 @@ class LiveExecution:
         _check_journal(self._optimizer, step)
         if alone:
             _check_tokens(self._chunks, step)
-        # Overlap stays off until `thaw`: to switch it off is a collective where weights may not be gathered yet.
-        if not self._is_overlap_off:
+        if not self._is_prepared:
+            # Graphs are captured behind `thaw`, with all operators active.
+            self._until_thaw.enter_context(graphs_off())
+            # Overlap stays off until `thaw`: to switch it off is a collective where weights may not be gathered yet.
             self._until_thaw.enter_context(overlap_off(self._chunks))
-            self._is_overlap_off = True
+            self._is_prepared = True
         self._until_next.close()  # what the iteration before had frozen
         operators = frozenset(frozen)
         parameters = {parameter for parameter, operator in self._operator_of.items() if operator in operators}
@@ -107,7 +109,7 @@ class LiveExecution:
         """As `ports.Execution.thaw`; does nothing where nothing was frozen."""
         self._until_next.close()
         self._until_thaw.close()
-        self._is_overlap_off = False
+        self._is_prepared = False
 
 
 def _ask_for_norm_groups(optimizer: ChainedOptimizer) -> None:
@@ -158,8 +160,6 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         What does not go with frozen operators, as a noun.
     """
     found = {
-        # A captured graph runs the kernels of the iteration that it was captured in, frozen or not.
-        "CUDA graphs": uses_cuda_graphs(config),
         # These compute or move by a schedule of their own what a frozen operator no longer has.
         "activations offloaded to the CPU": config.cpu_offloading or config.fine_grained_activation_offloading,
         "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,

@@ -1,9 +1,10 @@
 """What is changed on live objects of Megatron-Core while operators are frozen, and put back afterwards.
 
-Each is a context manager that sets attributes of instances, never of classes. Checked against Megatron-Core 0.19.2
-to 0.19.2: `core_versions/seams.py` lists the names, `tests/unit/moe/test_frozen_upstream.py` compares the source of
-all that is relied on here with what was read.
+Each is a context manager that sets attributes of instances, and `graphs_off` alone of classes. Checked against
+Megatron-Core 0.17.1 to 0.19.2: `core_versions/seams.py` lists the names, `tests/unit/moe/test_frozen_upstream.py`
+compares the source of all that is relied on here with what was read.
 
+    graphs_off         what is captured as CUDA graphs runs eagerly
     overlap_off        gradients are reduced after the backward pass, weights gathered after the step
     weights_frozen     no gradients of frozen weights are computed, accumulated or reduced
     journaled_step     the optimizer steps active parameters only, with the norm and the verdict of the journal
@@ -19,9 +20,12 @@ from typing import Any
 
 import torch
 
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
@@ -41,6 +45,32 @@ ALIGNED_GROUPS: dict[type[MegatronOptimizer], tuple[tuple[str, ...], ...]] = {
     FP32Optimizer: (),
 }
 """By kind of optimizer: attributes that are lists of groups, aligned with each other, model parameters first."""
+
+
+@contextlib.contextmanager
+def graphs_off() -> Iterator[None]:
+    """Pass CUDA graphs by: they have the kernels of all weight gradients in them, frozen or not.
+
+    Nothing that was captured runs or changes, nothing is recorded, and no iteration counts as a warm-up: the first one
+    behind this block is to a graph as the first one of a process.
+    """
+    with contextlib.ExitStack() as stack:
+        # Of classes: Python looks `__call__` up there, and loops keep wrappers where nobody else finds them.
+        stack.enter_context(replaced(FullCudaGraphWrapper, __call__=_eager_passes))
+        stack.enter_context(replaced(CudaGraphManager, __call__=_eager_module))
+        stack.enter_context(replaced(GraphableMegatronModule, _should_call_te_cudagraph=lambda *_, **__: False))
+        yield
+
+
+def _eager_passes(wrapper: FullCudaGraphWrapper, **options: Any) -> Any:
+    return wrapper.forward_backward_func(**options)
+
+
+def _eager_module(manager: CudaGraphManager, module: torch.nn.Module, given: Any, named: Any, **_: Any) -> Any:
+    """As core runs a layer, or one of its methods, for which it has no graph."""
+    if getattr(manager, "func", None) is not None:
+        return manager.func(*given, **named)
+    return torch.nn.Module.__call__(module, *given, **named)  # not the module's own, which asks for a graph again
 
 
 def bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
