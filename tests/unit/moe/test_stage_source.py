@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,6 +75,20 @@ def communicator(**changes: Any) -> BoundaryCommunicator:
         "timers": None,
     }
     return BoundaryCommunicator(torch.distributed.group.WORLD, SimpleNamespace(**config | changes))
+
+
+@pytest.mark.parametrize(("impl", "is_static"), [("transformer_engine", True), ("local", True), ("none", False)])
+def test_what_a_graph_sends_is_logged_from_a_copy_as_a_later_microbatch_writes_to_its_memory(
+    impl: str, is_static: bool
+) -> None:
+    through, logged = communicator(cuda_graph_impl=impl), list[tuple[Any, torch.Tensor]]()
+    through.sink = cast("Any", SimpleNamespace(sent=lambda way, tensor: logged.append((way, tensor))))
+    output = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    through._record(output, None)
+    through._record(None, output)
+    output.fill_(1)  # what the graph of the next microbatch does, before a copy beside training has begun
+    assert [way for way, _ in logged] == [FORWARD, BACKWARD]
+    assert all(bool(tensor.any()) != is_static for _, tensor in logged)
 
 
 def test_tensors_come_in_the_order_in_which_the_neighbour_sent_them(log: Reader) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from .config import MoECheckpointConfig
+from .core_versions.training import captures_passes
 from .errors import MoECheckpointError, Terminated, UsageError
 from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
@@ -114,6 +116,7 @@ class MoECheckpointManager(Iterations):
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._train_iters, transformer, self._given = train_iters, get_model_config(chunks[0]), 0
         refuse_contradictions(config, chunks[0], transformer)
+        config = _without_logs(config, transformer)
         if config.elastic is not None:
             refuse_sizes_that_do_not_fit(config, transformer, global_batch_size, micro_batch_size)
         refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
@@ -341,3 +344,15 @@ class MoECheckpointManager(Iterations):
         )
         watcher.start()
         return watcher
+
+
+def _without_logs(config: MoECheckpointConfig, transformer: Any) -> MoECheckpointConfig:
+    """Roll back all stages where what they send each other is inside of a CUDA graph, which no log can be made of."""
+    may_be_local = config.recovery == "auto" and config.strategy != "none" and STRATEGIES[config.strategy].replays
+    if not (may_be_local and captures_passes(transformer) and transformer.pipeline_model_parallel_size > 1):
+        return config
+    if torch.distributed.get_rank() == 0:
+        log.info(
+            "localized recovery: unavailable with CUDA graphs of whole iterations; a failure rolls back all stages"
+        )
+    return replace(config, recovery="global")

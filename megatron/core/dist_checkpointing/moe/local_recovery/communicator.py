@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from ..core_versions.training import uses_cuda_graphs
 from ..errors import UnreadableCheckpoint, UsageError
 from ..ports import BoundarySink, BoundarySource, WaitObserver
 from ..types import Direction
@@ -91,11 +92,13 @@ class BoundaryCommunicator(P2PCommunicator):
         return from_prev, from_next, requests if wait_on_reqs else handles
 
     def _record(self, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None) -> None:
-        if self.sink is not None:
-            if tensor_send_next is not None:
-                self.sink.sent(Direction.FORWARD, tensor_send_next)
-            if tensor_send_prev is not None:
-                self.sink.sent(Direction.BACKWARD, tensor_send_prev)
+        if self.sink is None:
+            return
+        for way, tensor in ((Direction.FORWARD, tensor_send_next), (Direction.BACKWARD, tensor_send_prev)):
+            if tensor is not None:
+                # A graph's output is memory that the graph of a later microbatch writes again, on training's stream,
+                # which waits for no copy of ours. So the log gets a copy that is made on that stream before.
+                self.sink.sent(way, tensor.clone() if uses_cuda_graphs(self.config) else tensor)
 
     def _drop(self, to_next: torch.Tensor | None, to_prev: torch.Tensor | None) -> None:
         assert self.source is not None or (to_next is None and to_prev is None)

@@ -321,7 +321,7 @@ class Iterations:
         """Note by how many tokens gradients are divided: a stage that replays alone is not told by the last one."""
         finalize = getattr(self._transformer, "finalize_model_grads_func", None)
         # Nobody else asks, and where passes are captured as a CUDA graph there may be no copy to the host in them.
-        if finalize is None or self._session.is_replaying or not self._replays:
+        if finalize is None or self._session.is_replaying or self._session.communicator is None:
             yield
             return
 
