@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 _LOOP = """
 def pretrain():
@@ -23,7 +24,7 @@ def pretrain():
     model, optimizer, scheduler = setup_model_and_optimizer()
     build_train_valid_test_data_iterators(None)
     args.curr_iteration = 0
-    train(None, model, optimizer, scheduler, None, None, None, None, {}, None)
+    train(None, model, optimizer, scheduler, None, None, None, config_of(args), {}, None)
     if args.save:
         save_checkpoint_and_time(args.train_iters, model, optimizer, scheduler, 0, {})
 
@@ -50,12 +51,17 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
     forward_backward = get_forward_backward_func()
     if args.cuda_graph_impl == "full_iteration":
         forward_backward = FullCudaGraphWrapper(forward_backward, cuda_graph_warmup_steps=1)
+    if args.cuda_graph_impl == "transformer_engine":
+        helper = TECudaGraphHelper()
     should_exit = False
     if args.overlap_param_gather:
         enable_forward_pre_hook(model)
     while iteration < args.train_iters and not should_exit:
         if iteration == entered + 1 and args.distributed_timeout_seconds_after_init is not None:
             update_pg_timeout(args.distributed_timeout_seconds_after_init)
+        if (args.cuda_graph_impl == "transformer_engine" and not helper.capture_finished()
+                and iteration - entered == args.cuda_graph_warmup_steps):
+            helper.create_cudagraphs()
         args.curr_iteration = iteration
         passes = 2 if iteration + 1 in reruns else 1
         outcome = train_step(None, None, model, optimizer, opt_param_scheduler, None, forward_backward, passes)
@@ -155,6 +161,25 @@ _ELSEWHERE = {
 }
 
 
+class ModulesOfEngine(TECudaGraphHelper):  # type: ignore[misc]
+    """Core's helper, of a model without layers; says when it captures."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(fine_grained_activation_offloading=False)
+        self.model, self.optimizers, self.flattened_callables = [], [], []
+        self._capture_finished = self._graphs_created = False
+
+    def create_cudagraphs(self) -> None:
+        """Core's own, on a device that has none of this."""
+        Optimizer.calls.append("capture")
+        device = dict.fromkeys(("synchronize", "empty_cache"), lambda: None)
+        with (
+            mock.patch.multiple("torch.cuda", **device),
+            mock.patch("megatron.core.distributed.finalize_model_grads.reset_model_temporary_tensors"),
+        ):
+            super().create_cudagraphs()
+
+
 class Optimizer:
     """Steps, and says so; a chain of none, with nothing to load into."""
 
@@ -194,11 +219,15 @@ def stand_in(args: argparse.Namespace, version: str = "0.19.2", reruns: tuple[in
         if args.lost_in == name:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
 
+    graph_flags = {name: value for name, value in vars(args).items() if name.startswith("cuda_graph")}
     shared = {
         "collective": collective,
         "calls": calls,
         "get_args": lambda: args,
         "FullCudaGraphWrapper": FullCudaGraphWrapper,
+        "TECudaGraphHelper": ModulesOfEngine,
+        # The flag, which the model keeps as it was given.
+        "config_of": lambda args: SimpleNamespace(**graph_flags),
         "Optimizer": Optimizer,
         "args_reruns": reruns,
     }

@@ -15,6 +15,7 @@ from stock_stand_in import Manager, Optimizer, arguments, one_rank, stand_in
 from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.in_place.connected_resources import release
+from megatron.core.dist_checkpointing.moe.replay.patches import graphs_off
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
 
@@ -101,6 +102,44 @@ def test_a_process_that_stays_captures_whole_iterations_again_together_with_a_ne
     release([])
     assert Optimizer.calls.pop() == "reset"
     assert train(arguments(cuda_graph_impl="full_iteration")) == in_new_process
+
+
+class Replaying(Manager):
+    """Runs iterations again as a session does: graphs are passed by until the last of them."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._off = contextlib.ExitStack()
+        if self.is_replaying:
+            self._off.enter_context(graphs_off())
+
+    def after_step(self) -> None:
+        super().after_step()
+        if not self.is_replaying:
+            self._off.close()
+
+
+REPEATED = "( passes ) optimizer reduce reduce step_done after_step reported"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_iterations_are_run_again_eagerly_and_the_first_new_one_warms_up_as_in_a_new_process() -> None:
+    args = arguments(cuda_graph_impl="full_iteration", moe_ckpt_strategy="sparse", train_iters=7)
+    said = train(args, Replaying([], found=2, replays=2))
+    assert said == f"resume data begin {REPEATED} {REPEATED} rejoin {ITERATION} {CAPTURED} {REPLAYED} finish"
+
+
+@pytest.mark.parametrize(("replays", "warm_up"), [(0, 0), (0, 2), (1, 1), (1, 3), (3, 0), (3, 1), (3, 2)])
+def test_modules_are_captured_behind_a_replay_and_so_many_new_iterations_as_the_flag_says(
+    replays: int, warm_up: int
+) -> None:
+    """The loop counts from where it was entered, which is before the replay."""
+    flags = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": warm_up}
+    args = arguments(**flags, moe_ckpt_strategy="sparse", train_iters=2 + replays + 5)
+    said = train(args, Replaying([], found=2, replays=replays))
+    assert said.count("capture") == 1
+    before, _ = said.split("capture")
+    assert before.count("step_done") == replays + (max(1, warm_up) if replays else warm_up)
 
 
 def test_an_iteration_without_a_step_is_not_protected() -> None:
@@ -196,6 +235,9 @@ def test_iterations_are_run_again_under_the_flags_of_before_or_not_at_all() -> N
     with pytest.raises(UsageError, match=r"but --clip-grad was 1\.0 and is 0\.5: start with"):
         train(other, Manager([], found=1, replays=1, recorded={"flags": flags}))
     assert "passes" in train(other, Manager([], found=1, recorded={"flags": flags}))
+    captured = arguments(clip_grad=1.0, cuda_graph_impl="full_iteration")
+    with pytest.raises(UsageError, match=r"but --cuda-graph-impl was none and is full_iteration: start with"):
+        train(captured, Manager([], found=1, replays=1, recorded={"flags": flags}))
 
 
 def test_a_replay_is_not_logged_saved_or_evaluated() -> None:

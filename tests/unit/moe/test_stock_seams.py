@@ -145,37 +145,54 @@ def test_weights_and_draws_that_frozen_operators_lack_are_refused_where_iteratio
     assert flags.check(*given(strategy="sparse", **kept_as_bf16), "0.19.2") == ""
 
 
-GRAPHS: list[tuple[str, dict[str, Any], set[str]]] = [
+GRAPHS: dict[str, dict[str, Any]] = {
     # Until 0.17 a whole iteration is a scope; modules are names or members of an enumeration.
-    ("whole iterations", {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, {"full"}),
-    ("whole iterations of 0.17", {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, {"full"}),
-    ("whole layers", {"cuda_graph_impl": "local", "cuda_graph_modules": []}, {"full"}),
-    ("routers", {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]}, {"full"}),
-    (
-        "attention",
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [CudaGraphModule.attn]},
-        {"full", "pec", "selective"},
-    ),
-    ("none", {"cuda_graph_impl": "none", "cuda_graph_modules": []}, {"full", "pec", "selective", "sparse"}),
-]
+    "whole iterations": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+    "whole iterations of 0.17": {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+    "whole layers": {"cuda_graph_impl": "local", "cuda_graph_modules": []},
+    "routers": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
+    "attention": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [CudaGraphModule.attn]},
+    "none": {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+}
 
 
 @pytest.mark.parametrize("strategy", ["full", "pec", "selective", "sparse"])
-@pytest.mark.parametrize(("graphs", "accepted"), [case[1:] for case in GRAPHS], ids=[case[0] for case in GRAPHS])
-def test_graphs_go_with_what_need_not_see_inside_of_them(
-    graphs: dict[str, Any], accepted: set[str], strategy: str
+@pytest.mark.parametrize("graphs", GRAPHS.values(), ids=GRAPHS)
+def test_graphs_go_with_every_strategy(graphs: dict[str, Any], strategy: str) -> None:
+    assert flags.check(*given(strategy=strategy, **graphs), "0.19.2") == ""
+
+
+@pytest.mark.parametrize(
+    ("graphs", "settings", "refused"),
+    [
+        ("whole layers", {"hidden_dropout": 0.1}, {"full", "sparse"}),
+        ("whole layers", {"moe_input_jitter_eps": 1e-3}, {"full", "sparse"}),
+        ("whole iterations", {"hidden_dropout": 0.1}, set()),
+        ("whole iterations of 0.17", {"hidden_dropout": 0.1}, set()),
+        ("routers", {"attention_dropout": 0.1}, set()),
+        ("routers", {"moe_expert_capacity_factor": 1.0}, {"selective"}),
+        ("attention", {"moe_expert_capacity_factor": 1.0}, set()),
+    ],
+)
+def test_graphs_whose_captures_draw_or_keep_a_capacity_are_refused_where_it_matters(
+    graphs: str, settings: dict[str, Any], refused: set[str]
 ) -> None:
-    if strategy in accepted:
-        assert flags.check(*given(strategy=strategy, **graphs), "0.19.2") == ""
-        return
-    with pytest.raises(UsageError) as error:
-        flags.check(*given(strategy=strategy, **graphs), "0.19.2")
-    why = "be run again with frozen operators; use" if strategy == "sparse" else "routers run in a CUDA graph"
-    (said,) = str(error.value).split("; --")
-    assert said.startswith(
-        f"--cuda-graph-impl {graphs['cuda_graph_impl']} does not go with --moe-ckpt-strategy {strategy}"
-    )
-    assert why in said
+    for strategy in ("full", "pec", "selective", "sparse"):
+        said = "; ".join(flags.refusals(*given(strategy=strategy, **GRAPHS[graphs], **settings)))
+        assert bool(said) == (strategy in refused), said
+        flag = "--moe-ckpt-capacity-boost 10" if strategy == "selective" else f"--moe-ckpt-strategy {strategy} and "
+        assert not said or said.startswith(
+            f"--cuda-graph-impl {GRAPHS[graphs]['cuda_graph_impl']} does not go with {flag}"
+        )
+
+
+@pytest.mark.parametrize(("graphs", "is_refused"), [("whole iterations", True), ("attention", False)])
+def test_local_recovery_alone_is_refused_where_a_graph_has_in_it_what_stages_send(
+    graphs: str, is_refused: bool
+) -> None:
+    config = MoECheckpointConfig(strategy="sparse", recovery="local")
+    said = "; ".join(flags.refusals(config, arguments(**GRAPHS[graphs])))
+    assert said.endswith("what stages send is in the graph, unseen; use auto") if is_refused else not said
 
 
 def test_copies_in_waits_of_stages_are_refused_where_a_graph_has_the_waits_in_it() -> None:

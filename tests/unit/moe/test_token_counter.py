@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
 from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.router import TopKRouter
 
 PROBABILITIES = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.0, 0.5], [0.1, 0.9, 0.0]])
@@ -78,10 +82,52 @@ def test_what_was_taken_stays_what_it_was_while_the_next_passes_count() -> None:
     assert taken() == taken() == {4: (3, 2, 1)}
 
 
-def test_a_captured_router_is_refused_in_any_loop_since_its_hooks_do_not_run() -> None:
-    router = Router()
-    vars(router.config).update(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"])
-    TokenCounter([router])
-    router.config.cuda_graph_modules.append("moe_router")
-    with pytest.raises(UsageError, match=r"tokens cannot be counted: routers run in a CUDA graph.*modules attn"):
-        TokenCounter([router])
+class Captured(TorchDispatchMode):
+    """A stand-in for a capture: what is added in place, it adds at each replay, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            self._kernels.append(partial(func, *args))
+            return args[0]
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):  # the memory that a graph writes to, from what is read by then
+            self._kernels.append(lambda: result.copy_(func(*args, **kwargs or {})))
+        return result
+
+    def replay(self) -> None:
+        """Run the kernels in their order."""
+        for kernel in self._kernels:
+            kernel()
+
+
+@pytest.mark.parametrize("gate_unit", [None, GATE_UNIT])
+def test_tokens_of_a_captured_router_are_counted_by_each_replay_and_by_no_run_before_the_capture(
+    gate_unit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, tokens = Router(), PROBABILITIES.clone()
+    counter, graph = TokenCounter([router], gate_unit=gate_unit), Captured()
+    router(tokens)
+    eagerly = counter.take()()
+    assert sum(eagerly[4]) > 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cuda_graphs._set_capture_start()
+    try:
+        router(tokens)  # as core and Transformer Engine warm up
+        with graph:
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            router(tokens)
+    finally:
+        cuda_graphs._set_capture_end()
+    assert counter.take()() == {4: (0, 0, 0)}
+    graph.replay()
+    assert counter.take()() == eagerly
+    graph.replay()
+    tokens.copy_(PROBABILITIES[[0, 0, 0]])
+    graph.replay()
+    both = counter.take()()
+    assert both != {4: tuple(2 * count for count in eagerly[4])}
+    assert sum(both[4]) > sum(eagerly[4])

@@ -321,7 +321,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "CUDA graphs of whole iterations, of layers and of modules",
-        Untested("`full`; `pec` and `selective` where no router is captured; it has not run on a GPU"),
+        Untested("all strategies, over a stand-in for a capture; it has not run on a GPU"),
         Untested("as in Megatron-LM's loop"),
         Untested("as in Megatron-LM's loop; `manager.forward_backward` goes around the graph"),
     ),

@@ -8,17 +8,11 @@ from typing import Any
 
 import torch
 
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.router import TopKRouter
 
-from ..core_versions.training import captures_routers
 from ..device import Arriving
-from ..errors import UsageError
 from .module_tree import layers_of_routers
-
-UNCOUNTED = (
-    "routers run in a CUDA graph, where nobody counts their tokens; use --cuda-graph-modules attn, or"
-    " --moe-ckpt-strategy full"
-)
 
 
 def arriving_counts(layers: Sequence[int], counts: torch.Tensor) -> Callable[[], Mapping[int, tuple[int, ...]]]:
@@ -36,7 +30,9 @@ class TokenCounter:
     """Counts tokens by the forward passes of this rank's routers, on the device, until `take`.
 
     A token counts once for each expert that it was routed to and not dropped. Only passes that will be followed by a
-    backward pass count: neither evaluation nor the first of the two passes of recomputed activations.
+    backward pass count: neither evaluation nor the first of the two passes of recomputed activations. Where routers run
+    in CUDA graphs hooks are called at the capture only; the sums that they add are captured, and each replay adds its
+    own to the same tensors.
 
     Args:
         chunks: The model chunks of this rank.
@@ -44,9 +40,6 @@ class TokenCounter:
             gating probability has this unit, rounded (MoEvement App. B, Soft-Count). The probabilities are those of the
             router's score function over all experts. Core gives only those of the chosen ones away, so that they are
             taken from what `TopKRouter.routing` is called with (checked: core 0.17.1, 0.19.2).
-
-    Raises:
-        UsageError: Routers run inside of CUDA graphs.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
@@ -54,8 +47,6 @@ class TokenCounter:
         self._counts: dict[int, torch.Tensor] = {}
         self._hooks = ExitStack()
         for router in self._layers:
-            if captures_routers(router.config):
-                raise UsageError(f"tokens cannot be counted: {UNCOUNTED}")
             if gate_unit is None:
                 self._hooks.callback(router.register_forward_hook(self._count).remove)
             else:
@@ -86,7 +77,7 @@ class TokenCounter:
         self._hooks.close()
 
     def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if not torch.is_grad_enabled():  # an evaluation, or the first pass of recomputed activations
+        if not _counts():
             return
         _, chosen = routed
         self._counts[self._layers[router]] += chosen.sum(dim=0, dtype=torch.int64)
@@ -96,7 +87,7 @@ class TokenCounter:
         upstream = router.routing
 
         def routing(logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            if torch.is_grad_enabled():
+            if _counts():
                 # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
                 units = (_gates(router, logits.detach()) / unit).round().long()
                 self._counts[self._layers[router]] += units.sum(dim=0)
@@ -107,6 +98,13 @@ class TokenCounter:
             yield
         finally:
             del router.routing
+
+
+def _counts() -> bool:
+    """Whether a pass is of training: no evaluation, nor the first pass of recomputed activations, nor one that runs
+    before modules are captured, over inputs that are no tokens."""
+    is_warm_up = is_graph_capturing() and not torch.cuda.is_current_stream_capturing()
+    return torch.is_grad_enabled() and not is_warm_up
 
 
 def _gates(router: TopKRouter, logits: torch.Tensor) -> torch.Tensor:

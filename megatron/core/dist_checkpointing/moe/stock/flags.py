@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .. import features
 from ..config import MoECheckpointConfig, add_flags, from_namespace
@@ -15,11 +15,14 @@ from ..core_versions.training import captures_passes, captures_routers
 from ..errors import UsageError
 from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
 from ..in_place.connected_resources import flex_backend
-from ..megatron_state.popularity import UNCOUNTED
+from ..megatron_state.partitions import random_draws
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -160,10 +163,24 @@ def missing_kernels(args: Any) -> Iterator[str]:
 
 
 def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence for each part of protection that has to see what runs inside of CUDA graphs."""
-    unfit = f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')} does not go with"
-    if STRATEGIES[config.strategy].counts_tokens and captures_routers(args):
-        yield f"{unfit} --moe-ckpt-strategy {config.strategy}: {UNCOUNTED}"
+    """A sentence for each part of protection that has to see, or repeat, what runs inside of CUDA graphs."""
+    impl = getattr(args, "cuda_graph_impl", "none")
+    unfit = f"--cuda-graph-impl {impl} does not go with"
+    draws = random_draws(cast("TransformerConfig", args))
+    if config.strategy in ("full", "sparse") and impl == "local" and not captures_passes(args) and draws:
+        # Core runs modules before it captures them, and leaves the generators where that moved them.
+        yield (
+            f"{unfit} --moe-ckpt-strategy {config.strategy} and {draws}: a capture draws random numbers, and a job that"
+            " comes back captures at another iteration; use --cuda-graph-impl transformer_engine, or draw none"
+        )
+    boosts = config.strategy == "selective" and config.capacity_boost > 0
+    if boosts and getattr(args, "moe_expert_capacity_factor", None) and captures_routers(args):
+        yield (
+            f"{unfit} --moe-ckpt-capacity-boost {config.capacity_boost}: a captured router keeps its capacity; use"
+            " 0, or --cuda-graph-modules attn"
+        )
+    if config.recovery == "local" and _repeats(config) and captures_passes(args):
+        yield f"{unfit} --moe-ckpt-recovery local: what stages send is in the graph, unseen; use auto"
     if config.copy_placement == "bubbles" and captures_passes(args):
         yield f"{unfit} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
 
@@ -257,11 +274,6 @@ _REPEATING: tuple[_Rule, ...] = (
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
     ("optimizer_cpu_offload", bool, "operators of an optimizer on the host cannot be frozen; use full or pec"),
     ("optimizer", lambda kind: kind == "muon", "its steps with frozen operators are not exact; use full or pec"),
-    (
-        "cuda_graph_impl",
-        lambda impl: impl != "none",
-        "what was captured cannot be run again with frozen operators; use --moe-ckpt-strategy full",
-    ),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
     ("delay_wgrad_compute", bool, "weight gradients computed later cannot be frozen; use --moe-ckpt-strategy full"),
     ("overlap_moe_expert_parallel_comm", bool, "passes of two microbatches in one cannot be frozen; use full"),

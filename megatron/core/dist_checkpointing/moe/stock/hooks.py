@@ -318,6 +318,7 @@ class Hooks:
 
     def _run(self, call: Call) -> Any:
         self._catch_up.starts(call)
+        self._common.entered(call["config"], replays=self._manager.is_replaying)
         if self._random is not None:
             restore_random(self._random)  # data loaders drew their seeds meanwhile
         try:

@@ -86,6 +86,9 @@ def boundary(manager: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"p2p_communicator": manager.communicator, "pg_collection": manager.process_groups}
 
 
+_NEVER = -1
+"""Of an iteration of the loop, by its own count."""
+
 # Counts the iterations that all ranks train together, in place of those since a rank entered the loop's `train`.
 #
 # After a local recovery the two differ: a rank that replayed has entered `train` some iterations before the first
@@ -103,12 +106,30 @@ class CommonIterations:
     """
 
     def __init__(self, loop: Any) -> None:
-        self._loop, self._begun = loop, 0
+        self._loop, self._begun, self._entered = loop, 0, 0
+        self._warm_up: int | None = None
+
+    def entered(self, config: Any, *, replays: bool) -> None:
+        """The loop's `train` is called: it captures modules in the iteration that a flag names, by its own count.
+
+        Args:
+            config: Of the model. It keeps the flag, which in `args` is what the loop has to count to.
+            replays: Whether iterations are run again first, behind which modules are captured.
+        """
+        if getattr(config, "cuda_graph_impl", "none") != "transformer_engine":
+            return
+        args, self._entered = self._loop.get_args(), self._loop.get_args().iteration
+        self._warm_up = config.cuda_graph_warmup_steps if replays else None
+        args.cuda_graph_warmup_steps = _NEVER if replays else config.cuda_graph_warmup_steps
 
     def begin(self) -> None:
         """A common iteration begins. A collective of all ranks in the second one, if a timeout is to be set."""
         self._begun += 1
-        seconds = self._loop.get_args().distributed_timeout_seconds_after_init
+        args = self._loop.get_args()
+        if self._begun == 1 and self._warm_up is not None:
+            # One at least: the loop has passed the place of a capture in this iteration.
+            args.cuda_graph_warmup_steps = args.curr_iteration - self._entered + max(1, self._warm_up)
+        seconds = args.distributed_timeout_seconds_after_init
         if self._begun == 2 and seconds is not None:
             inspect.unwrap(self._loop.update_pg_timeout)(timedelta(seconds=seconds))
 

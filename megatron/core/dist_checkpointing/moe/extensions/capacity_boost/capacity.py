@@ -18,6 +18,8 @@ from megatron.core.transformer.moe import router as routing
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.moe.router import TopKRouter
 
+from ...core_versions.training import captures_routers
+from ...errors import UsageError
 from ...megatron_state.module_tree import layers_of_routers
 from ...megatron_state.popularity import arriving_counts
 from ...types import OperatorId, expert
@@ -38,6 +40,8 @@ class RouterCapacity:
     def __init__(self, chunks: Sequence[torch.nn.Module], percent: int) -> None:
         self._percent = percent
         self._layers = layers_of_routers(chunks)
+        if any(captures_routers(router.config) for router in self._layers):
+            raise UsageError("a captured router keeps its capacity: use --moe-ckpt-capacity-boost 0")
         self._owed: dict[int, dict[OperatorId, int]] = {}
         self._beyond: dict[int, torch.Tensor] = {}
         self._layer: int | None = None
