@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, Job, corpus, needs_engine
 from gpu_place import needs_cuda, needs_device
+
+from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
+from megatron.core.transformer.moe.router import TopKRouter
 
 pytestmark = needs_device
 
@@ -31,6 +36,21 @@ GRAPHS = {
 }  # fmt: skip
 WARM = ("--cuda-graph-warmup-steps", "2")
 FAULT = ("--moe-ckpt-inject-fault", "0@8:forward-backward")
+
+
+def router() -> TopKRouter:
+    """On its own, of four experts; tokens say where they go."""
+
+    class Fixed(TopKRouter):  # type: ignore[misc]
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.layer_number, self.weight = 1, torch.nn.Parameter(torch.zeros(1, device="cuda"))
+            self.config = SimpleNamespace(num_moe_experts=4)
+
+        def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return tokens, tokens > 0
+
+    return Fixed()
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +100,40 @@ def test_a_protected_job_trains_as_an_unprotected_one(tmp_path: Path, shm: Path,
 
 @pytest.mark.takes(90)
 @needs_cuda("CUDA graphs were")
+@pytest.mark.parametrize("strategy", ["full", "sparse"])
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_a_killed_job_with_graphs_comes_back_where_it_was(graphs: str, tmp_path: Path, shm: Path, data: str) -> None:
+def test_a_killed_job_with_graphs_comes_back_where_it_was(
+    graphs: str, strategy: str, tmp_path: Path, shm: Path, data: str
+) -> None:
     """Struck behind the capture; what it draws for dropout comes from generators that the graphs refer to."""
     if graphs.startswith("engine"):
         needs_engine()
-    model = (*GRAPHS[graphs], *WARM, *DETERMINISTIC, "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    # Core's captures of modules draw from generators, and leave them where that moved them: refused with dropout.
+    dropout = () if graphs == "layers" else ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    model = (*GRAPHS[graphs], *WARM, *DETERMINISTIC, *dropout)
     straight = Job(tmp_path / "straight", tmp_path, data, model)
     assert straight.run() == 0, straight.last
-    protected = (*STRATEGIES["full"], "--moe-ckpt-memory-dir", str(shm), *FAULT)
+    protected = (*STRATEGIES[strategy], "--moe-ckpt-memory-dir", str(shm), *FAULT)
     killed = Job(tmp_path / "killed", shm, data, (*model, *protected))
     assert killed.run() == -signal.SIGKILL, killed.last
     assert killed.run() == 0, killed.last
     assert "recovered iteration" in killed.said[-1], killed.last
     assert killed.losses() == straight.losses()
+    assert any(report["replayed"] for report in killed.reports) == (strategy == "sparse")
+
+
+@pytest.mark.takes(10)
+@needs_cuda("CUDA graphs were")
+def test_a_captured_router_counts_its_tokens_at_each_replay() -> None:
+    layer, tokens = router(), torch.eye(4, device="cuda").repeat(3, 1)
+    counter, graph = TokenCounter([layer]), torch.cuda.CUDAGraph()
+    layer(tokens)
+    torch.cuda.synchronize()
+    eagerly = counter.take()()
+    with torch.cuda.graph(graph):
+        layer(tokens)
+    assert counter.take()() == {0: (0, 0, 0, 0)}
+    for replays in (1, 2):
+        for _ in range(replays):
+            graph.replay()
+        assert counter.take()() == {0: tuple(replays * count for count in eagerly[0])}
