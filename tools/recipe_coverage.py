@@ -53,11 +53,17 @@ def all_recipes() -> tuple[Recipe, ...]:
     return tuple(Recipe(**json.loads(line)) for line in DATA.read_text(encoding="utf-8").splitlines())
 
 
-def refusals(recipe: Recipe, strategy: str) -> Iterator[str]:
-    """Why a recipe is not protected. strategy: `full` or `sparse`."""
+def refusals(recipe: Recipe, strategy: str, recovery: str = "auto") -> Iterator[str]:
+    """Why a recipe is not protected.
+
+    Args:
+        recipe: Of Megatron-Bridge.
+        strategy: `full` or `sparse`.
+        recovery: Which stages are to roll back.
+    """
     settings = JUDGED | recipe.settings
     model, wrapping = SimpleNamespace(**settings, num_moe_experts=8), SimpleNamespace(**settings)
-    yield from flags.refusals(MoECheckpointConfig(strategy=strategy), argparse.Namespace(**settings))
+    yield from flags.refusals(MoECheckpointConfig(strategy=strategy, recovery=recovery), argparse.Namespace(**settings))
     yield from unsupported_settings(model, wrapping)
     if strategy == "sparse":
         yield from unfreezable_settings(model)
@@ -72,7 +78,7 @@ def verdicts(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         "full": full,
         "in place": (*full, *((fresh,) if fresh else ())),
         "sparse": sparse,
-        "local recovery": sparse if stages > 1 else (NOT_ASKED,),
+        "local recovery": tuple(refusals(recipe, "sparse", "local")) if stages > 1 else (NOT_ASKED,),
     }
 
 
