@@ -76,7 +76,7 @@ def _buffers_after_frozen_passes(trainer: Trainer) -> dict[str, bool]:
     }
     buffers = {name: parameter.main_grad.data_ptr() for name, parameter in named.items()}
     frozen = {parameter for module in modules for parameter in module.parameters(recurse=False)}
-    with overlap_off(trainer.chunks), weights_frozen(trainer.chunks, frozen):
+    with overlap_off(trainer.chunks, trainer.optimizer), weights_frozen(trainer.chunks, frozen):
         trainer.iterate()
     return {
         name: parameter.main_grad is not None and parameter.main_grad.data_ptr() == buffers[name]

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attempts
 import fp8_hooks as hooks
 import pytest
+import sparse_runs
 from attempts import Cluster
+from local_runs import assert_only_replayed, recover
 from runs import Layout, flags
-from sparse_runs import LENGTH, Case, Run
+from sparse_runs import LENGTH, UNTIED, Case, Run, assert_replayed
 from stock_trainer import configured
 from test_fp8 import TENSORWISE, differences, engine_cluster, states, undisturbed  # noqa: F401
 from world import Hook, World
@@ -88,6 +91,57 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
     run = killed(engine_cluster, case, tmp_path, "full")
     assert re.search(r"recovered iteration \d+ exactly", run.outcomes[1].said)
     assert not differences(run, undisturbed(case), layout.ranks)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(GRID, (*MXFP8, *OVERLAP, *UNTIED), id="two stages, overlapped"),
+        pytest.param(PAIR, MXFP8, id="at once", marks=pytest.mark.full),
+        pytest.param(Layout(tp=2, pp=1, ep=1, ranks=2), MXFP8, id="tensor parallel", marks=pytest.mark.full),
+    ],
+)
+def test_frozen_operators_run_with_the_weights_that_they_had(
+    layout: Layout,
+    model: tuple[str, ...],
+    undisturbed: Callable[[Case], Run],  # noqa: F811
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    case, folder = Case(layout, model), tmp_path / "killed"
+    run = sparse_runs.killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
+    assert_replayed(run, int(case.window))
+    assert not differences(run, undisturbed(case), layout.ranks)
+
+
+@pytest.mark.full
+def test_one_stage_alone_runs_iterations_again_with_weights_in_blocks(
+    undisturbed: Callable[[Case], Run],  # noqa: F811
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = (*MXFP8, *OVERLAP, *UNTIED)
+    case = Case(GRID, model, recovery="auto", faults=("1@9:step", "2@14:forward-backward"))
+    run = recover(engine_cluster, case, tmp_path, hooks=(partial(hooks.digested, str(tmp_path / "killed")),))
+    assert_only_replayed(run, GRID, [[0]], [[1]])
+    assert not differences(run, undisturbed(case), GRID.ranks)
+
+
+@pytest.mark.parametrize("dropped", [pytest.param("cast", marks=pytest.mark.ci), "scale"])
+def test_a_frozen_weight_that_is_not_what_it_was_ends_the_replay(
+    dropped: str,
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(PAIR, MXFP8, faults=("1@8:forward-backward",))
+    monkeypatch.setattr(attempts, "MAX_ATTEMPTS", 2)
+    with pytest.raises(AssertionError, match=r"came out otherwise: .*it gave the loss"):
+        sparse_runs.killed(
+            engine_cluster, case, tmp_path / "killed", hooks=(partial(hooks.recast_without, dropped),),
+            forgiven="came out otherwise",
+        )  # fmt: skip
 
 
 @pytest.mark.full

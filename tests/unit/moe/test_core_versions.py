@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.core_versions import training
-from megatron.core.dist_checkpointing.moe.core_versions.seams import SEAMS, changed_seams, core_version, require_seams
+from megatron.core.dist_checkpointing.moe.core_versions.seams import (
+    SEAMS,
+    changed_seams,
+    core_version,
+    require_seams,
+    stage_masters,
+)
 from megatron.core.dist_checkpointing.moe.core_versions.training import results_in_process
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -44,6 +50,23 @@ def test_the_refusal_names_the_release_how_much_differs_and_what_to_do(monkeypat
         require_seams()
     for part in (core_version, "a_module_to_come.one", "and 1 more", "--moe-ckpt-strategy full or pec"):
         assert part in str(refused.value)
+
+
+def test_only_chosen_masters_are_staged_and_the_optimizer_keeps_its_lists() -> None:
+    class Member:
+        def __init__(self) -> None:
+            self.model_float16_groups, self.shard_fp32_from_float16_groups = [weights[:2], weights[2:]], [[1, 2], [3]]
+            self.staged: list[tuple[Any, Any]] = []
+
+        def _copy_main_params_to_param_buffer(self) -> None:
+            for group in zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True):
+                self.staged += zip(*group, strict=True)
+
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    member: Any = Member()
+    stage_masters(member, {weights[0], weights[2]})
+    assert [master for _, master in member.staged] == [1, 3]
+    assert member.shard_fp32_from_float16_groups == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize(

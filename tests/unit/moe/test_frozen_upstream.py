@@ -30,6 +30,7 @@ READ = {
         "DistributedOptimizer._get_model_and_main_params_data_float16": "a62b5221c27b = =",
         "DistributedOptimizer._copy_model_grads_to_main_grads": "ffcdecd38d14 b14b52f057fb =",
         "DistributedOptimizer._copy_main_params_to_model_params": "00e6fe16e575 80e4f4d1fa99 =",
+        "DistributedOptimizer._copy_main_params_to_param_buffer": "2acce8232678 19dcad922e51 c7b8e49b5285",
         "DistributedOptimizer.step_with_ready_grads": "4883dadbf822 2350cce9dd88 =",
     },
     "optimizer.clip_grads": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,24 @@ def test_compute_weights_that_were_restored_are_not_cast_from_masters_that_were_
     mixed.restorer.refresh()
     assert torch.equal(mixed.live(OTHER, "compute"), mixed.kept(OTHER, "compute"))
     assert torch.isnan(mixed.live(OTHER, "master")).all()
+
+
+def test_frozen_weights_of_which_no_snapshot_has_a_copy_are_cast_from_the_masters_that_it_has() -> None:
+    mixed = Mixed()
+    mixed.tensors = [
+        replace(one, part=Part.NOTHING, in_forward=False) if one.field == "compute" else replace(one, in_forward=True)
+        if one.field == "master" else one
+        for one in mixed.tensors
+    ]  # fmt: skip
+    mixed.restorer.poison()
+    for _ in range(2):
+        mixed.live(ONE, "compute").fill_(7.0)
+        mixed.restore({Part.COMPUTE: [ONE, OTHER, ROUTER]})
+        mixed.restorer.refresh()
+        assert torch.equal(mixed.live(ONE, "compute"), mixed.kept(ONE, "compute"))
+    assert torch.isnan(mixed.live(ONE, "exp_avg")).all()
+    assert not mixed.restorer.missing([ONE, OTHER, ROUTER])
+    assert mixed.restorer.missing([OTHER, ROUTER]).startswith("1 tensors")
 
 
 def test_a_later_refresh_leaves_alone_what_was_trained_meanwhile() -> None:

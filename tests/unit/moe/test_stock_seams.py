@@ -124,25 +124,19 @@ def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again
         flags.check(*given(strategy="sparse", **{name: True}), "0.19.2")
 
 
-@pytest.mark.parametrize(
-    ("precision", "reason"),
-    [
-        ({"fp4": "e2m1"}, "--fp4-format does not go with --moe-ckpt-strategy sparse: gradients are rounded by"),
-        (
-            {"fp8": "e4m3", "fp8_param_gather": True, "fp8_recipe": "mxfp8"},
-            "--fp8-param-gather with --fp8-recipe mxfp8 does not go with --moe-ckpt-strategy sparse",
-        ),
-    ],
-)
-def test_weights_and_draws_that_frozen_operators_lack_are_refused_where_iterations_run_again(
-    precision: dict[str, Any], reason: str
-) -> None:
+@pytest.mark.parametrize("fp4_param_gather", [False, True])
+def test_draws_that_frozen_operators_lack_are_refused_where_iterations_run_again(fp4_param_gather: bool) -> None:
+    precision = {"fp4": "e2m1", "fp4_param_gather": fp4_param_gather}
     for strategy in ("full", "pec", "selective"):
         assert flags.check(*given(strategy=strategy, **precision), "0.19.2") == ""
-    with pytest.raises(UsageError, match=reason):
+    with pytest.raises(UsageError, match="--fp4-format does not go with --moe-ckpt-strategy sparse: gradients are"):
         flags.check(*given(strategy="sparse", **precision), "0.19.2")
-    kept_as_bf16 = precision | {"fp8_param_gather": False, "fp4": None}
-    assert flags.check(*given(strategy="sparse", **kept_as_bf16), "0.19.2") == ""
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_weights_in_blocks_of_eight_bits_are_accepted_where_iterations_run_again(recipe: str) -> None:
+    precision = {"fp8": "e4m3", "fp8_param_gather": True, "fp8_recipe": recipe}
+    assert flags.check(*given(strategy="sparse", **precision), "0.19.2") == ""
 
 
 GRAPHS: dict[str, dict[str, Any]] = {
@@ -302,10 +296,11 @@ def test_flags_are_written_down_where_they_are_not_what_core_has_by_default() ->
         ({"seq_length": 64}, "--seq-length was 8 and is 64"),
         ({"moe_layer_freq": [0, 1]}, "--moe-layer-freq was 1 and is [0, 1]"),
         ({"num_layers": 5, "seed": 1}, "--seed was None and is 1; --num-layers was 0 and is 5"),
+        ({"fp8": "e4m3", "fp8_recipe": "tensorwise"}, "--fp8-recipe was mxfp8 and is tensorwise"),
     ],
 )
 def test_a_flag_that_shapes_an_iteration_is_refused_with_both_values(other: dict[str, Any], told: str) -> None:
-    before = {"clip_grad": 2.0, "seq_length": 8}
+    before = {"clip_grad": 2.0, "seq_length": 8, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
     recorded = shaping_flags(argparse.Namespace(**before))
     refuse_other_flags(recorded, recorded)
     with pytest.raises(UsageError, match=re.escape(told)):

@@ -265,6 +265,12 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "weights of MXFP8 under `sparse`",
+        Works("tests/process/test_mxfp8.py::test_frozen_operators_run_with_the_weights_that_they_had"),
+        _NEEDS_SPARSE,
+        _UNTESTED,
+    ),
+    Feature(
         "`--freeze-experts`",
         Works(f"{_STOCK}frozen.py::test_frozen_experts_are_copied_once_and_come_back_to_the_bit"),
         Absent("freeze them in a hook of the model provider"),

@@ -12,9 +12,10 @@ release, is pinned by digest in `tests/unit/moe/test_frozen_upstream.py` and `te
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -46,6 +47,7 @@ SEAMS: dict[str, dict[str, str]] = {
     "optimizer.distrib_optimizer": {
         "DistributedOptimizer._collect_main_grad_data_for_unscaling": "self",
         "DistributedOptimizer._copy_main_params_to_model_params": "self",
+        "DistributedOptimizer._copy_main_params_to_param_buffer": "self",
         "DistributedOptimizer._copy_model_grads_to_main_grads": "self",
         "DistributedOptimizer._get_fp8_params_and_shard_fp32_from_fp8": "self",
     },
@@ -160,6 +162,21 @@ def cast_rows(member: DistributedOptimizer, rows: Rows) -> None:
         rows: As `quantized_rows` gives them.
     """
     quantize_param_shard(*rows, member.data_parallel_group)
+
+
+def stage_masters(member: DistributedOptimizer, chosen: Collection[torch.nn.Parameter]) -> None:
+    """Put master weights where core gathers weights of MXFP8 from: as bf16 into the buffer of gradients.
+
+    Args:
+        member: The optimizer.
+        chosen: Of its parameters those that are staged; what others have in buffers stays.
+    """
+    narrowed = copy.copy(member)
+    groups = zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
+    rows = [[row for row in zip(*group, strict=True) if row[0] in chosen] for group in groups]
+    narrowed.model_float16_groups = [[weight for weight, _ in group] for group in rows]
+    narrowed.shard_fp32_from_float16_groups = [[master for _, master in group] for group in rows]
+    narrowed._copy_main_params_to_param_buffer()
 
 
 @contextlib.contextmanager

@@ -229,7 +229,9 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
             *quantization_tensors(chunks).values(),
         ],
         recast=lambda operators: recast_quantized_weights(
-            optimizer, {parameter for parameter in quantized if operator_of[parameter] in operators}
+            optimizer,
+            # In blocks all are cast: of frozen ones the masters are restored too, and core gathers whole buckets.
+            {*in_blocks, *(parameter for parameter in quantized if operator_of[parameter] in operators)},
         ),
     )
 
@@ -365,7 +367,8 @@ def _optimizer_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[
 def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tuple[int, ...]) -> Iterator[StateTensor]:
     """Compute and master weights, wherever the latter are kept; of weights in blocks the latter alone."""
     if is_in_blocks(owned.parameter):
-        yield StateTensor(shard, "master", Part.MASTER, owned.main.detach().view(-1), ranks)
+        # Frozen operators need their weights, which can be cast again from nothing but these.
+        yield StateTensor(shard, "master", Part.MASTER, owned.main.detach().view(-1), ranks, in_forward=True)
         return
     weights = raw(owned.parameter)[owned.start : owned.end]
     kept = owned.state.get(MASTER_OF_FUSED)
@@ -380,9 +383,12 @@ def _weights(member: MegatronOptimizer, owned: _Owned, shard: Shard, ranks: tupl
     master = owned.main.detach().view(-1)
     # fp32 parameters are their own master weights: one tensor, one record.
     is_master = master.data_ptr() == weights.data_ptr()
+    # With weights of MXFP8 core may cast these too when the next iteration begins: until then they are old.
+    is_old = bool(getattr(member.config, "reuse_grad_buf_for_mxfp8_param_ag", False))
     if not is_master:
-        yield StateTensor(shard, "compute", Part.COMPUTE, weights, ranks, in_forward=True)
-    yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master)
+        part = Part.NOTHING if is_old else Part.COMPUTE
+        yield StateTensor(shard, "compute", part, weights, ranks, in_forward=not is_old)
+    yield StateTensor(shard, "master", Part.MASTER, master, ranks, in_forward=is_master or is_old)
 
 
 def _scale_tensors(model: _Model, optimizer: MegatronOptimizer) -> Iterator[StateTensor]:

@@ -180,10 +180,12 @@ class StateTensor:
         part: The one component of the operator's state that it is. Where compute weights and master weights are one
             tensor (fp32, and frozen parameters) it is MASTER. Router buffers are MASTER too, step counts MOMENTS. So
             are compute weights that are not the cast of what is kept as master weights: masters of less than 32 bits.
+            NOTHING for compute weights of which no snapshot has a copy, because they may be those of the step before.
         tensor: Flat, contiguous, of the live dtype and device; as long as `shard`, but step counts and scales have one
             element. A copy of it is a snapshot, and copying into it is a restore.
         holders: Ranks that hold the same values, this one among them, ascending. One of them has to store it.
-        in_forward: Whether a forward pass reads it: compute weights, fp32 masters, router buffers.
+        in_forward: Whether a forward pass reads it or a cast of it that is no state itself: compute weights, fp32
+            masters, router buffers, masters of weights with a scale for each block.
     """
 
     shard: Shard

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
-from .megatron import read_topology, state_tensors
+from .megatron import names_of_parameters, read_topology, state_tensors
 from .operators import StateTensor
 from .optimizer_state import allocate_optimizer_state, holds_masters, optimizer_members, reload_masters
 from .quantization import (
@@ -119,8 +119,14 @@ def reload_masters_of(optimizer: MegatronOptimizer) -> None:
 def _kept(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[StateTensor]:
     """The state of this rank without what the model's part of a checkpoint has."""
     topology = read_topology(torch.distributed.get_world_size())
+    dtypes = {of: parameter.dtype for parameter, of in names_of_parameters(chunks, topology).items()}
+    # A master in another dtype than its weights is none of these, though a forward pass may read a cast of it.
     return (
-        state for state in state_tensors(chunks, optimizer, topology) if not state.in_forward or _is_quantized(state)
+        state
+        for state in state_tensors(chunks, optimizer, topology)
+        if (state.part and not state.in_forward)
+        or _is_quantized(state)
+        or (state.field == "master" and state.tensor.dtype is not dtypes[state.shard.of])
     )
 
 

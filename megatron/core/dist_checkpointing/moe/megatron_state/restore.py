@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ..core_versions.seams import cast_rows, casts_itself, quantized_rows
+from ..core_versions.seams import cast_rows, casts_itself, quantized_rows, stage_masters
 from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId, Part
 from ..types.layout import aligned
@@ -136,7 +136,7 @@ class LiveRestorer:
             state.key
             for state in self._not_written()
             # A frozen operator only runs forward; of the others the compute weights are the cast of the master weights.
-            if (state.serves(Part.COMPUTE) if state.operator in held_back else state.part is not Part.COMPUTE)
+            if (state.serves(Part.COMPUTE) if state.operator in held_back else state.part & Part.MASTER_AND_MOMENTS)
         ]
         if not required:
             return ""
@@ -307,6 +307,7 @@ def any_rank(condition: bool) -> bool:
 def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[torch.nn.Parameter]) -> None:
     """Make this rank's shards of eight-bit weights from master weights, as the optimizer's step ends; a collective.
 
+    Weights of MXFP8 are cast where they are gathered, as in `recast_compute_weights`: here masters go to that buffer.
     Scales of delayed scaling must be those that the step found: restore them before.
 
     Args:
@@ -314,7 +315,11 @@ def recast_quantized_weights(optimizer: MegatronOptimizer, chosen: Collection[to
         chosen: The parameters, the same on all data-parallel ranks; of others neither weights nor scales change.
     """
     for member in optimizer_members(optimizer):
-        if casts_itself(member):
+        if not casts_itself(member):
+            continue
+        if member.config.reuse_grad_buf_for_mxfp8_param_ag:
+            stage_masters(member, chosen)
+        else:
             cast_rows(member, quantized_rows(member, lambda parameter: parameter in chosen))
 
 

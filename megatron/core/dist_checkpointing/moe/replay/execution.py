@@ -26,7 +26,6 @@ from megatron.core.utils import unwrap_model
 from ..core_versions.seams import require_seams
 from ..core_versions.training import has_norm_of_its_own, skips_for_norm
 from ..errors import MoECheckpointError, UsageError
-from ..megatron_state.quantization import keeps_weights_in_blocks
 from ..ports import Json, PeerLost, Transport
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
@@ -88,7 +87,7 @@ class LiveExecution:
             # Graphs are captured behind `thaw`, with all operators active.
             self._until_thaw.enter_context(graphs_off())
             # Overlap stays off until `thaw`: to switch it off is a collective where weights may not be gathered yet.
-            self._until_thaw.enter_context(overlap_off(self._chunks))
+            self._until_thaw.enter_context(overlap_off(self._chunks, self._optimizer))
             self._is_prepared = True
         self._until_next.close()  # what the iteration before had frozen
         operators = frozenset(frozen)
@@ -164,8 +163,6 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         "activations offloaded to the CPU": config.cpu_offloading or config.fine_grained_activation_offloading,
         "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,
         "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
-        # A snapshot has no weights of these, and a frozen operator no masters that they could be cast from.
-        "weights kept with a scale for each block": keeps_weights_in_blocks(config),
         # Gradients are rounded by random numbers, of which a frozen operator draws none.
         "products in four bits": config.fp4,
     }

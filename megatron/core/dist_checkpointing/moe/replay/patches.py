@@ -32,6 +32,7 @@ from megatron.core.utils import unwrap_model
 
 from ..core_versions.seams import cast_rows, casts_itself, quantized_rows, scales_kept
 from ..core_versions.training import norm_as_in_training, replaced
+from ..megatron_state.optimizer_state import optimizer_members
 from ..types import StepJournal
 
 Parameters = AbstractSet[torch.nn.Parameter]
@@ -79,16 +80,23 @@ def bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def overlap_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def overlap_off(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[None]:
     """Reduce gradients after the backward pass, and gather weights after the step.
 
     Entering is a collective where weights may not be gathered yet. Frozen parameters and overlap exclude each other: a
     bucket is reduced once all of its parameters have reported a gradient, and a frozen one never does.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Theirs, whose step then stages weights of MXFP8 for the gather, which training does otherwise.
     """
     with contextlib.ExitStack() as stack:
+        for config in {id(one.config): one.config for one in optimizer_members(optimizer)}.values():
+            stack.enter_context(replaced(config, overlap_param_gather=False))
         for chunk in chunks:
             if chunk.remove_forward_pre_hook_handles:
-                chunk.disable_forward_pre_hook()
+                # Where gradients lie in the buffer of the gather, weights are whole, as a restore has left them.
+                chunk.disable_forward_pre_hook(param_sync=not chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag)
                 stack.callback(chunk.enable_forward_pre_hook)
             # Same buckets, same collectives, only later: so sums have the same order, and no bit differs.
             settings = chunk.ddp_config

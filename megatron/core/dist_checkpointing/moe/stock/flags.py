@@ -195,11 +195,6 @@ def _unfit_precision(config: MoECheckpointConfig, args: argparse.Namespace) -> I
             f"--fp4-format {unfit}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
             " full or pec"
         )
-    elif getattr(args, "fp8_param_gather", False) and args.fp8_recipe not in ("delayed", "tensorwise"):
-        yield (
-            f"--fp8-param-gather with --fp8-recipe {args.fp8_recipe} {unfit}: weights are the cast of masters, which"
-            " frozen operators do not have; leave out --fp8-param-gather, or use full or pec"
-        )
 
 
 def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
