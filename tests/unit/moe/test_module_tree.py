@@ -254,3 +254,14 @@ def test_what_joins_projections_of_different_sizes_is_known(
     model = hybrid("M", first=True)
     model.config.gated_linear_unit = True
     assert partitions.tensor_grids([model], Topology(2, tp=2))[of.name].fused == fused
+
+
+def test_a_parameter_that_each_tensor_rank_has_whole_ends_where_it_ends_and_not_where_a_share_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 32))
+    of = GlobalName(OperatorId(0, OperatorKind.ROUTER), "decoder.layers.0.mlp.router.weight")
+    monkeypatch.setattr(partitions, "names_of_parameters", lambda *_: {parameter: of})
+    model = hybrid("M", first=True)
+    model.config.gated_linear_unit = True
+    assert partitions.tensor_grids([model], Topology(2, tp=2))[of.name].numel == 128

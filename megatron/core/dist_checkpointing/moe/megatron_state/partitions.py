@@ -26,7 +26,7 @@ _GATED_SHARED = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.lin
 
 
 def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mapping[str, Grid]:
-    """Of every tensor of this rank that tensor parallelism cuts, the whole of it as a matrix; others are missing.
+    """Of every parameter of which this rank has a share, the whole of it as a matrix; buffers are missing.
 
     Checked against Megatron-Core 0.19.2: column-parallel layers are cut along their first dimension, row-parallel ones
     along the second; a gated first layer keeps on each rank its part of the gates before its part of the values.
@@ -45,7 +45,9 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
     grids = {}
     for parameter, of in names_of_parameters(chunks, topology).items():
         axis = _axis(parameter, of)
-        if axis is not None:
+        if axis is None:
+            grids[of.name] = Grid(1, parameter.numel())
+        else:
             ranks = topology.expert_tp if of.operator.is_expert else topology.tp
             grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, is_gated and _holds_gates(of))
     return grids
