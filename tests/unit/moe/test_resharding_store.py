@@ -253,6 +253,20 @@ def test_a_window_of_iterations_is_refused_with_what_converts_it(tmp_path: Path)
     assert "moe-ckpt convert --to dense" in said
 
 
+def test_a_window_of_iterations_may_be_run_again_here_without_losses_of_samples_that_others_have_now(
+    tmp_path: Path,
+) -> None:
+    journal = {"grad_norm": 0.5, "skipped": False, "lm_loss": 2.5, "num_tokens": 64}
+    windows(tmp_path, (3, 4), journal=journal)
+    store = FilesystemStore(tmp_path, 0)
+    here = ReshardingStore(store, lambda: live_of(0), facts_of(NEW), 0, inexact=False, replays=True)
+    assert here.previous_window() is None, "no other processes are needed"
+    with here.open(SnapshotId(3, 0)) as reader:
+        assert reader.manifest.facts.scalars["journal"] == journal | {"lm_loss": None}
+        assert reader.manifest.facts.scalars["window"] == [3, 4]
+        assert not reader.verify()
+
+
 def windows(folder: Path, *spans: tuple[int, int], lacks: tuple[int, int] | None = None, **scalars: Any) -> None:
     """All snapshots of windows of the old layout, but that of an iteration and rank."""
     for first, last in spans:

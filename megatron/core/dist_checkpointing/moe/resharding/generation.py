@@ -98,7 +98,7 @@ class LiveLayout:
         topology: The layout.
         facts: The same, as manifests have it.
         tensors: All state of this rank that snapshots hold.
-        grids: Of tensors that tensor parallelism cuts.
+        grids: Of parameters.
         trainer: What the trainer state of this rank says, as it is before anything is restored.
         draws: What draws random numbers in training, for people; empty if nothing does.
     """
@@ -162,15 +162,23 @@ class Generation:
         """The layout. Raises UnreadableCheckpoint."""
         return topology_of(self.any.facts)
 
-    def assembly(self, live: LiveLayout) -> Assembly:
-        """What a rank of this job reads of it. Raises UnreadableCheckpoint, with what cannot be had."""
+    def assembly(self, live: LiveLayout, *, replays: bool = False) -> Assembly:
+        """What a rank of this job reads of it.
+
+        Args:
+            live: The state of that rank.
+            replays: Whether iterations may be run again in another layout than they were run in.
+
+        Raises:
+            UnreadableCheckpoint: Says what cannot be had.
+        """
         old = self.topology
         first, last = self.window
-        if first != last:
+        if first != last and not replays:
             raise UnreadableCheckpoint(
                 f"iterations {first} to {last} have to be run again in the layout that they were run in,"
                 f" {described(self.any.facts.topology)}: moe-ckpt convert --to dense does that on a CPU, and makes a"
-                " checkpoint for --load"
+                " checkpoint for --load; --moe-ckpt-replay-tolerance allows another layout"
             )
         parts = self._parts()
         wanted = [one for one in live.tensors if one.record.operator in parts]
@@ -218,6 +226,8 @@ class Generation:
             [one.layer, one.kind.value, one.expert, part.value] for one, part in sorted(parts.items()) if one in own
         ]
         scalars = {**manifest.facts.scalars, "operators": rows}
+        if isinstance(journal := scalars.get("journal"), Mapping):
+            scalars["journal"] = {**journal, "lm_loss": None}  # the mean of samples that other ranks have now
         if held:
             everywhere = [_scalars(one).trainer for one in self.manifests.values()]
             scalars["trainer"] = fitted(_scalars(manifest).trainer, everywhere, live.trainer)

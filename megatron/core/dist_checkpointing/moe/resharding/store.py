@@ -21,7 +21,8 @@ from .survivors import SurvivingMemory
 
 log = logging.getLogger(__name__)
 
-# Sparse windows of another layout: no state before their iterations are run again, in the layout that made them.
+# Sparse windows of another layout: no state before their iterations are run again, in the layout that made them, or,
+# where losses may differ from the recorded ones (`--moe-ckpt-replay-tolerance`), in this one.
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,22 @@ class ReshardingStore:
         layout: The layout of this job, as manifests have it.
         rank: This rank.
         inexact: Continue also where training draws random numbers, which will be others.
+        replays: Show sparse windows too: their iterations may be run again in this layout, with sums in other orders.
     """
 
     def __init__(
-        self, store: Store, live: Callable[[], LiveLayout], layout: Mapping[str, object], rank: int, *, inexact: bool
+        self,
+        store: Store,
+        live: Callable[[], LiveLayout],
+        layout: Mapping[str, object],
+        rank: int,
+        *,
+        inexact: bool,
+        replays: bool = False,
     ) -> None:
         self._store, self._make_live, self._layout, self._rank = store, live, dict(layout), rank
         self._memory: SurvivingMemory | None = None
-        self._inexact = inexact
+        self._inexact, self._replays = inexact, replays
         self._live: LiveLayout | None = None
         self._foreign: dict[Piece, Generation] | None = None
         self._assembled: dict[Piece, Assembly | UnreadableCheckpoint] = {}
@@ -136,10 +145,10 @@ class ReshardingStore:
         return frozenset(generation.timeline for generation in self._found().values())
 
     def previous_window(self) -> PreviousWindow | None:
-        """The newest sparse window of another layout that could be run again there; None where none could, or where
-        training draws random numbers and that is not accepted."""
+        """The newest sparse window of another layout that could be run again there; None where none could, where
+        training draws random numbers and that is not accepted, or where it is run again here."""
         found = self._found().values()
-        if not found or (self._live_layout().draws and not self._inexact):
+        if not found or self._replays or (self._live_layout().draws and not self._inexact):
             return None
         in_memory = frozenset(self._memory.snapshots().sealed if self._memory is not None else ())
         try:
@@ -257,7 +266,7 @@ class ReshardingStore:
                     f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
                     " --moe-ckpt-reshard inexact to continue with other ones"
                 )
-            return generation.assembly(live)
+            return generation.assembly(live, replays=self._replays)
         except UnreadableCheckpoint as error:
             return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {error}")
 

@@ -20,7 +20,7 @@ from ..resharding.store import NoStorage, PreviousWindow, ReshardingStore
 from ..resharding.survivors import SurvivingMemory
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
-from .process_info import ProcessInfo
+from .process_info import ProcessInfo, resharding
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ class PreviousLayout:
         if self._surviving.is_empty:  # the same on all ranks
             return
         if self._storage is None:
-            inexact = config.reshard == "inexact"
-            self._storage = ReshardingStore(NoStorage(), live, facts, transport.rank, inexact=inexact)
+            self._storage = resharding(config, NoStorage(), live, facts, transport.rank)
         self._storage.use_memory(self._surviving)
 
     @property

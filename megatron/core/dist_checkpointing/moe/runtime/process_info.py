@@ -17,7 +17,7 @@ from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..policy.memory_limit import MemoryLimit
 from ..policy.placement import Placement, place_replicas, replica_count
-from ..ports import Json, Manifest
+from ..ports import Json, Manifest, Store
 from ..resharding.generation import LiveLayout
 from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
@@ -323,7 +323,27 @@ def open_persistent(
     if config.persist_dir is None:
         return None
     store = open_durable(config.persist_dir, rank)
-    return ReshardingStore(store, lambda: live(layout), layout, rank, inexact=config.reshard == "inexact")
+    return resharding(config, store, lambda: live(layout), layout, rank)
+
+
+def resharding(
+    config: MoECheckpointConfig,
+    store: Store,
+    live: Callable[[], LiveLayout],
+    layout: Mapping[str, Json],
+    rank: int,
+) -> ReshardingStore:
+    """A store that shows what another layout left in it as far as the settings allow.
+
+    Args:
+        config: The settings.
+        store: Where snapshots are.
+        live: Gives what snapshots of this rank hold.
+        layout: Of this job, as manifests have it.
+        rank: This rank.
+    """
+    inexact, replays = config.reshard == "inexact", config.replay_tolerance > 0
+    return ReshardingStore(store, live, layout, rank, inexact=inexact, replays=replays)
 
 
 def replicas_placed(config: MoECheckpointConfig, topology: Topology) -> Placement:
