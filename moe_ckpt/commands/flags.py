@@ -18,7 +18,6 @@ START = ("strategy", "interval", "interval_policy", "replicas", "persist_dir", "
 """With --moe-ckpt-standbys what nine of ten jobs set, or look at."""
 LIMITS = ("copy_rate", "mtbf_s", "persist_keep", "persist_agent_s", "timeout_s", "strict")
 SHARED = {
-    "elastic": ("full",),
     "replicate": ("full", "selective"),
     "recovery": ("sparse",),
     "log_expert_tokens": ("pec", "selective"),

@@ -18,10 +18,12 @@ from megatron.core.dist_checkpointing.moe.runtime import faults
 
 
 def take_time() -> None:
-    """A rank that is alone lets other nodes come while it trains."""
+    """Ranks that are fewer than there were let other nodes come while they train."""
     ends_training = Growth.ends_training
 
     def late(growth: Growth, iteration: int) -> bool:
+        if iteration < int(os.environ["ALONE_TO"]):
+            return False
         time.sleep(float(os.environ["ALONE_S"]))
         return ends_training(growth, iteration)
 
@@ -29,7 +31,7 @@ def take_time() -> None:
 
 
 if __name__ == "__main__":
-    if float(os.environ["ALONE_S"]) and os.environ["WORLD_SIZE"] == "1":
+    if float(os.environ["ALONE_S"]) and os.environ["WORLD_SIZE"] != os.environ["MOST_RANKS"]:
         take_time()
     faults.FaultInjector.__init__.__defaults__ = (lose_node,)
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,16 @@ def test_training_ends_for_nodes_behind_an_iteration_with_a_snapshot(tmp_path: P
     assert not own.ends_training(3), "no snapshot is due"
     assert not own.ends_training(6), "nothing is left to train"
     assert own.ends_training(4) and own.makes_way
+
+
+@pytest.mark.parametrize(("strategy", "exits"), [("full", None), ("sparse", 4), ("pec", 4), ("selective", 4)])
+def test_where_snapshots_are_parts_of_a_state_the_loop_saves_all_of_it_before_it_leaves(
+    strategy: str, exits: int | None, tmp_path: Path
+) -> None:
+    joining, given = Joining(tmp_path), args(exit_interval=None)
+    joining.ask()
+    assert Growth(replace(ELASTIC, strategy=strategy), given, joining).ends_training(4)
+    assert given.exit_interval == exits
 
 
 def test_a_node_of_which_another_rank_knows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,14 @@ def test_a_cpu_needs_nothing() -> None:
     assert not list(obstacles(replace(NOTHING_SET, device="cpu")))
 
 
+def test_an_elastic_job_that_repeats_iterations_needs_more_gpus_than_it_may_have_left() -> None:
+    elastic = replace(SPARSE, elastic="1:2")
+    (line,) = not_repeatable(elastic, DETERMINISTIC)
+    assert "--moe-ckpt-elastic 1:2" in line and "--moe-ckpt-strategy full" in line
+    assert not list(not_repeatable(elastic, replace(NOTHING_SET, device="cpu")))
+    assert not list(not_repeatable(replace(elastic, replay_tolerance=1e-3), DETERMINISTIC))
+
+
 def test_with_nothing_set_each_setting_has_a_line_of_its_own() -> None:
     lines = list(not_repeatable(SPARSE, NOTHING_SET))
     assert len(lines) == 5

@@ -319,7 +319,7 @@ class MoECheckpointConfig:
     )
     elastic: str | None = flag(
         None,
-        "full: minimum and maximum data-parallel replicas, MIN:MAX. The job shrinks when nodes are lost for good and "
+        "minimum and maximum data-parallel replicas, MIN:MAX. The job shrinks when nodes are lost for good and "
         "grows when they return, at the same global batch; its launcher needs the same range in nodes (--nnodes "
         "MIN:MAX)",
         metavar="MIN:MAX",
@@ -369,7 +369,7 @@ class MoECheckpointConfig:
     replay_tolerance: float = flag(
         0.0,
         "sparse: maximum relative difference of a replayed loss from the recorded one; 0: bit-exact, which GPUs give "
-        "with --deterministic-mode only",
+        "with --deterministic-mode only. Above 0, windows of another parallel layout are replayed in this one",
         minimum=0,
     )
     recovery: str = flag(

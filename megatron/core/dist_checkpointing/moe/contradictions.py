@@ -140,11 +140,6 @@ def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
     except UsageError as error:
         yield str(error)
         return
-    if given.strategy not in ("none", "full"):
-        yield (
-            f"--moe-ckpt-elastic {allowed} needs snapshots that are a whole state by themselves: choose"
-            f" --moe-ckpt-strategy full, not {given.strategy}"
-        )
     if given.interval == "auto":
         yield f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval N, not auto"
     if given.replicas == 0 and given.persist_dir is None:
@@ -215,8 +210,15 @@ def not_repeatable(given: MoECheckpointConfig, settings: DeviceSettings) -> Iter
         given: The settings.
         settings: How this process computes.
     """
-    for obstacle in obstacles(settings) if must_repeat_itself(given) else ():
+    if not must_repeat_itself(given):
+        return
+    for obstacle in obstacles(settings):
         yield f"--moe-ckpt-strategy {given.strategy} has to repeat iterations to the bit, but {obstacle}"
+    if given.elastic is not None and settings.device != "cpu":
+        yield (
+            f"--moe-ckpt-elastic {given.elastic} with --moe-ckpt-strategy {given.strategy} has to repeat iterations of"
+            " another layout to the bit, which needs as many devices: choose --moe-ckpt-strategy full"
+        )
 
 
 def _moe_flag(name: str) -> str:

@@ -244,6 +244,15 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "`--moe-ckpt-elastic` with `sparse`, `pec` and `selective`",
+        Works(
+            f"{_STOCK}elastic.py::"
+            "test_a_job_of_parts_of_states_shrinks_and_grows_as_jobs_that_were_started_with_these_sizes"
+        ),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
         "`--moe-ckpt-elastic`: nodes that come back",
         Works(
             f"{_STOCK}elastic.py::"

@@ -419,6 +419,7 @@ class Hooks:
         self._state.counted(call["num_floating_point_operations_so_far"])
         if not replayed:
             self._state.evaluated = call["iteration"]
+        makes_way = not replayed and self._growth is not None and self._growth.ends_training(call["iteration"])
         should_exit = False if replayed else call.go_on()
         started_s = time.monotonic()
         protection = manager.after_step()
@@ -433,9 +434,7 @@ class Hooks:
             self._args.train_iters = call["iteration"]
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
             self._join()  # the loop begins no further iteration, and takes away what a replay put off
-        if replayed or self._growth is None:
-            return should_exit
-        return should_exit or self._growth.ends_training(call["iteration"])
+        return should_exit or makes_way
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:
         if self._manager.is_replaying:

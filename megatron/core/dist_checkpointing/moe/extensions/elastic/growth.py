@@ -1,7 +1,8 @@
 """Nodes that wait to join a job in the stock loop: training ends for them behind an iteration, and starts again.
 
 All ranks vote behind each iteration of which a snapshot is due, see `standby.joining`. The loop then leaves as it does
-for `--exit-interval`, memory is kept, and the launcher starts all ranks again in the larger layout.
+for `--exit-interval`, memory is kept, and the launcher starts all ranks again in the larger layout. Snapshots of `full`
+are a whole state. Those of other strategies are not, so the loop saves a checkpoint before it leaves.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ class Growth:
     def __init__(self, config: MoECheckpointConfig, args: Any, joining: Joining | None = None) -> None:
         self._joining = joining or joining_here()
         self._interval, self._args = int(config.interval), args
+        self._is_whole = config.strategy == "full"
         self.makes_way = False
 
     def ends_training(self, iteration: int) -> bool:
-        """Whether training ends here for nodes that wait; a collective. Raises PeerLost."""
+        """Whether training ends here for nodes that wait; a collective, before the loop asks whether it saves.
+
+        Raises PeerLost.
+        """
         if self._joining is None or iteration % self._interval or iteration >= self._args.train_iters:
             return False
         vote = torch.tensor([int(self._joining.is_asked)], device=torch.cuda.current_device())
@@ -46,6 +51,8 @@ class Growth:
         self.makes_way = bool(vote.item())
         if self.makes_way and torch.distributed.get_rank() == 0:
             log.info("elastic: pausing at iteration %d, nodes are waiting to join", iteration)
+        if self.makes_way and not self._is_whole:
+            self._args.exit_interval = iteration  # the loop saves, if it saves at all
         return self.makes_way
 
     def make_way(self, is_told_to_end: Callable[[], bool]) -> None:
