@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import count
 from math import lcm
 
@@ -348,3 +349,27 @@ def test_replicas_on_the_own_node_are_counted_as_such() -> None:
 def test_more_replicas_than_other_ranks_are_refused_with_the_range(replicas: int) -> None:
     with pytest.raises(UsageError, match=f"replicas is {replicas}, but must be from 0 to world_size - 1 = 7"):
         place_replicas(Topology(8), replicas)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(topologies(), st.integers(2, 5), st.data())
+def test_replicas_leave_their_allocation_unit_while_there_is_another(
+    topology: Topology, count: int, data: st.DataObject
+) -> None:
+    topology = replace(topology, units=tuple(topology.node(rank) % count for rank in range(topology.world_size)))
+    r = data.draw(st.integers(0, min(4, topology.world_size - 1)))
+    placement, units = place_replicas(topology, r), topology.units
+    assert units is not None
+    there = len(set(units))
+    for owner, peers in enumerate(placement.peers):
+        assert len({*peers, owner}) == r + 1
+        assert len({units[peer] for peer in peers} - {units[owner]}) == min(r, there - 1)
+        elsewhere = len(topology.ranks_by_node) - 1
+        assert len({topology.node(peer) for peer in peers} - {topology.node(owner)}) >= min(r, elsewhere, there - 1)
+
+
+def test_replicas_beyond_the_units_are_on_other_nodes() -> None:
+    topology = Topology(16, ranks_per_node=2, units=tuple(rank // 8 for rank in range(16)))
+    for owner, peers in enumerate(place_replicas(topology, 2).peers):
+        assert peers[0] // 8 != owner // 8
+        assert len({rank // 2 for rank in (owner, *peers)}) == 3

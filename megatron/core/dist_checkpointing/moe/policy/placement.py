@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -55,7 +55,8 @@ def place_replicas(topology: Topology, r: int) -> Placement:
     """Choose r peers for each rank (MOETION Alg. 2, with the deviations below).
 
     In this order: every owner has r different peers; none is on the owner's node while a rank elsewhere is free to
-    take it; they are on as many nodes as there are; no rank keeps more than r + 1 replicas, and exactly r where nodes
+    take it; they are on as many nodes as there are, and first on one node of each other allocation unit, where there
+    are units of several nodes; no rank keeps more than r + 1 replicas, and exactly r where nodes
     are equal and groups lie regularly; expert-data-parallel peers come first, then data-parallel ones, which hold
     parts of the same state (`redundant_part`) and are near in the model, so that the order fits every ZeRO stage.
 
@@ -81,12 +82,33 @@ def place_replicas(topology: Topology, r: int) -> Placement:
             f"replicas is {r}, but must be from 0 to world_size - 1 = {topology.world_size - 1}: a rank keeps at most"
             " one replica of each other rank"
         )
+    units = len(set(topology.units or ()))
+    peers = _over_units(topology, r, units) if 1 < units < len(topology.ranks_by_node) else _over_nodes(topology, r)
+    return Placement(tuple(peers), tuple(map(topology.node, range(topology.world_size))))
+
+
+def _over_nodes(topology: Topology, r: int) -> Peers:
     grid = _grid(topology, r)
     if grid is not None:
-        peers = _rotated(grid, r, topology.world_size)
-    else:
-        peers = spread(topology, r) if r < len(topology.ranks_by_node) else crowd(topology, r)
-    return Placement(tuple(peers), tuple(map(topology.node, range(topology.world_size))))
+        return _rotated(grid, r, topology.world_size)
+    return spread(topology, r) if r < len(topology.ranks_by_node) else crowd(topology, r)
+
+
+def _over_units(topology: Topology, r: int, units: int) -> Peers:
+    """On another unit each while there are any, by the rule for nodes; then on other nodes. Balance gives way there."""
+    apart = min(r, units - 1)
+    peers = _over_nodes(replace(topology, nodes=topology.units), apart)
+    if apart == r:
+        return peers
+    # Of so many others on different nodes, or in the end on any, enough are left.
+    wanted = min(topology.world_size - 1, r + apart * max(map(len, topology.ranks_by_node.values())))
+    found = []
+    for first, more in zip(peers, _over_nodes(replace(topology, units=None), wanted), strict=True):
+        taken = {topology.node(peer) for peer in first}
+        elsewhere = [peer for peer in more if topology.node(peer) not in taken]
+        rest = [peer for peer in more if peer not in first and peer not in elsewhere]
+        found.append((*first, *(elsewhere + rest)[: r - apart]))
+    return found
 
 
 @dataclass(frozen=True)

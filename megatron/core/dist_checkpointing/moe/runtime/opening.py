@@ -163,10 +163,15 @@ def placed_topology(transport: Transport, place: ProcessInfo) -> Topology:
     Raises:
         UsageError: The layout cannot be protected.
     """
-    nodes = [str(node) for node in transport.gather(place.node)]
+    found: list[Any] = transport.gather([place.node, place.unit])
+    nodes = [str(node) for node, _ in found]
     # Nodes are numbered by their lowest ranks: alike on all ranks, whatever they are called.
     names = list(dict.fromkeys(nodes))
-    return replace(read_topology(max(map(nodes.count, names))), nodes=tuple(map(names.index, nodes)))
+    numbers = tuple(map(names.index, nodes))
+    units = [unit or number for number, (_, unit) in zip(numbers, found, strict=True)]
+    labels = list(dict.fromkeys(units))
+    topology = read_topology(max(map(nodes.count, names)))
+    return replace(topology, nodes=numbers, units=tuple(map(labels.index, units)))
 
 
 def open_memories(

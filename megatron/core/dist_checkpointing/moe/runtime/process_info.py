@@ -46,6 +46,8 @@ PATIENCE_ADVICE = f"raise torchrun's --shutdown-timeout, and set {PATIENCE} to t
 
 NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""
+UNIT = "MOE_CKPT_UNIT"
+"""Environment variable with the label of the node's allocation unit; replicas are placed in other ones."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class ProcessInfo:
         patience_s: How long that lets the process live after it told it to end.
         agent: The launcher, where it is one that starts ranks again only when those before have ended.
         is_named: Whether the environment names the node, and not the host.
+        unit: Label of the node's allocation unit, such as its rack; empty: none.
     """
 
     local_rank: int
@@ -70,6 +73,7 @@ class ProcessInfo:
     patience_s: float = TORCHRUN_PATIENCE_S
     agent: ProcessKey | None = None
     is_named: bool = False
+    unit: str = ""
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
@@ -84,7 +88,8 @@ class ProcessInfo:
         agent = int(own.partition("-")[0]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
         # With its start: the number alone may be that of another process some time later.
         key = (agent, started(agent)) if agent else None
-        return cls(int(local_rank), node, _named_job(), own, _patience_s(), key, bool(os.environ.get(NODE_NAME)))
+        named, unit = bool(os.environ.get(NODE_NAME)), os.environ.get(UNIT, "")
+        return cls(int(local_rank), node, _named_job(), own, _patience_s(), key, named, unit)
 
     @property
     def run(self) -> str:

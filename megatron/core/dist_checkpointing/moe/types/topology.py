@@ -29,7 +29,8 @@ class Topology:
 
     Degrees are Megatron's: `tp` tensor, `pp` pipeline, `vpp` virtual stages per pipeline rank, `cp` context, `ep`
     expert, `etp` expert-tensor parallelism (None: as `tp`). `nodes` gives the node of each rank where it is not
-    `rank // ranks_per_node`, as after a spare has replaced a node.
+    `rank // ranks_per_node`, as after a spare has replaced a node; `units` the allocation unit of each rank's node,
+    such as a rack, where several nodes are lost as one.
     Raises UsageError for degrees that do not divide the world.
     """
 
@@ -42,6 +43,7 @@ class Topology:
     etp: int | None = None
     ranks_per_node: int = 8
     nodes: tuple[int, ...] | None = None
+    units: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "ranks_per_node"):
