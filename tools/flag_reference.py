@@ -18,6 +18,7 @@ OF_JOBS = {
     "MOE_CKPT_SECRET_FILE": "as --moe-ckpt-secret-file, for commands as well",
     "MOE_CKPT_PATIENCE_S": "seconds that the launcher gives ranks to end: those of --shutdown-timeout",
     "MOE_CKPT_NODE": "name of the node, where the host's name changes with a restart, as in Kubernetes",
+    "MOE_CKPT_UNIT": "allocation unit of the node, as --moe-ckpt-unit: replicas are placed in other ones",
     "MOE_CKPT_FLAGS": "flags of checkpoints for a job of Megatron-Bridge",
 }
 SCRIPTS = {

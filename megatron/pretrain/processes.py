@@ -26,6 +26,11 @@ NODE_LEAVES = 75
 """Exit code of a launcher whose node leaves the job to a spare (EX_TEMPFAIL)."""
 
 
+def node_name() -> str:
+    """Of this node, as the job knows it."""
+    return os.environ.get(NODE_NAME) or os.uname().nodename
+
+
 def has_verdict() -> bool:
     """Whether ranks of this launcher have left an exit code that no restart changes."""
     return Path(os.environ.get(VERDICT_FILE, "")).is_file()

@@ -1,10 +1,16 @@
-"""torchrun's rendezvous of a job that has more nodes than may train at a time: those without a place wait for one."""
+"""torchrun's rendezvous of a job that has more nodes than may train at a time: those without a place wait for one.
+
+Who gets one is decided by `allocation_units.py` from what nodes leave in the state of the rendezvous, which all of them
+replace by compare-and-set: no two can see different states and both get the last place.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from datetime import timedelta
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -18,11 +24,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,
     _DistributedRendezvousOpExecutor,
     _RendezvousContext,
+    _RendezvousState,
+    _should_keep_alive,
 )
 
+from megatron.pretrain.allocation_units import UNIT, UNIT_NODES, Candidate, admitted, whole_units
+from megatron.pretrain.processes import node_name
 from megatron.pretrain.rendezvous import NodesHandler
 
 log = logging.getLogger(__name__)
+
+UNITS_S = 30.0
+"""How long nodes wait at the first start of a job for others to make their units whole."""
 
 
 class SpareNotNeeded(Exception):
@@ -30,12 +43,22 @@ class SpareNotNeeded(Exception):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """Torchrun's, but a node that wants into a job that is full without it becomes a redundant one.
+    """Torchrun's, but a node joins once a place is its own, and becomes redundant where the job is full without it.
+
+    In the state of the rendezvous stand `line`, for each node its name and allocation unit, in the order in which they
+    came, and `trained`, for each name the last round in which it had a place.
 
     was_redundant: whether this node has seen that the job has no place for it, since the handler began to meet.
+    since_s: when that was.
     """
 
     was_redundant = False
+    since_s = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._own = node_name(), os.environ.get(UNIT, "")
+        self._unit_nodes = int(os.environ.get(UNIT_NODES, "1"))
 
     def run(
         self,
@@ -50,14 +73,87 @@ class _Executor(_DistributedRendezvousOpExecutor):
             is_full = state.complete and len(state.participants) >= context.settings.max_nodes
             if is_full and not state.closed and context.node in state.wait_list:
                 return _Action.ADD_TO_REDUNDANCY_LIST
-            return state_handler(context, deadline)
+            action = state_handler(context, deadline)
+            if action is not _Action.ADD_TO_PARTICIPANTS or self._may_join(state):
+                return action
+            if self._node not in state.wait_list:
+                return _Action.ADD_TO_WAIT_LIST
+            return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
         super().run(next_action, deadline, update_deadline)
+
+    def waits_for_a_place(self, state: _RendezvousState) -> bool:
+        """Whether nodes without a place would get one if all met again now."""
+        if self._unit_nodes == 1:
+            return bool(state.wait_list)
+        chosen = whole_units(self._candidates(state), self._settings.max_nodes, self._unit_nodes)
+        return any(not one.has_joined for one in chosen)
+
+    def _may_join(self, state: _RendezvousState) -> bool:
+        settings, is_late = self._settings, time.monotonic() > self.since_s + UNITS_S
+        line = self._candidates(state)
+        places = admitted(line, settings.max_nodes, settings.min_nodes, self._unit_nodes, is_late=is_late)
+        if self._node in places and (alive := self._alive_in_unit(line)) < self._unit_nodes:
+            log.warning("%s joins with %d of %d nodes: no whole unit waits", self._label, alive, self._unit_nodes)
+        return self._node in places
+
+    @property
+    def _label(self) -> str:
+        return f"{self._own[0]}: allocation unit {self._own[1]}"
+
+    def _alive_in_unit(self, line: Sequence[Candidate]) -> int:
+        return sum(one.unit == self._own[1] for one in line)
+
+    def _candidates(self, state: _RendezvousState) -> list[Candidate]:
+        line, trained = _noted(state, "line"), _noted(state, "trained")
+        # This node may stand in no list yet.
+        alive = {node: own for node, own in line.items() if node in state.last_heartbeats} | {self._node: self._own}
+        return [
+            Candidate(node, unit, trained.get(name, -1), node in state.participants)
+            for node, (name, unit) in alive.items()
+        ]
+
+    def _keep_alive(self) -> None:
+        super()._keep_alive()
+        _noted(self._state, "line").setdefault(self._node, self._own)
 
     def _add_to_redundancy_list(self) -> None:
         self.was_redundant = True
         self._state.wait_list.discard(self._node)
+        alive = self._alive_in_unit(self._candidates(self._state))
+        if alive < self._unit_nodes and self._own[0] in _noted(self._state, "trained"):
+            log.warning("%s has %d of %d nodes; waiting as a spare", self._label, alive, self._unit_nodes)
         super()._add_to_redundancy_list()
+
+    def _remove_from_redundancy_list(self) -> None:
+        super()._remove_from_redundancy_list()
+        self._stay_in_line()
+
+    def _remove_from_participants(self) -> None:
+        super()._remove_from_participants()
+        self._stay_in_line()
+
+    def _stay_in_line(self) -> None:
+        # Torchrun's forgets a node between two lists, and others would take its place in the meantime.
+        self._state.last_heartbeats[self._node] = datetime.now(UTC)
+
+    def _mark_rendezvous_complete(self) -> None:
+        super()._mark_rendezvous_complete()
+        state = self._state
+        line, trained = _noted(state, "line"), _noted(state, "trained")
+        for node in [node for node in line if node not in state.last_heartbeats]:
+            del line[node]
+        joined = sorted(state.participants)
+        trained.update((line[node][0], state.round) for node in joined)
+        # Nodes of a unit get consecutive numbers: ranks that talk most are within it.
+        units = list(dict.fromkeys(line[node][1] for node in joined))
+        for rank, node in enumerate(sorted(joined, key=lambda node: units.index(line[node][1]))):
+            state.participants[node] = rank
+
+
+def _noted(state: _RendezvousState, name: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = vars(state).setdefault(name, {})
+    return found
 
 
 class SpareHandler(NodesHandler):
@@ -82,7 +178,7 @@ class SpareHandler(NodesHandler):
     def num_nodes_waiting(self) -> int:
         """As `DynamicRendezvousHandler.num_nodes_waiting`, but nobody waits for a place while there is none."""
         waiting: int = super().num_nodes_waiting()
-        return 0 if self._is_full else waiting
+        return 0 if self._is_full or not self._executor.waits_for_a_place(self._state_holder.state) else waiting
 
     def next_rendezvous(self) -> RendezvousInfo:
         """As `NodesHandler.next_rendezvous`.
@@ -90,7 +186,7 @@ class SpareHandler(NodesHandler):
         Raises NotNeeded where the job ends while this node has no place in it, for torchrun stumbles over torch's own
         error then. One that has just trained, and whose place nobody took, fails with the node that ended the job.
         """
-        self._executor.was_redundant = False
+        self._executor.was_redundant, self._executor.since_s = False, time.monotonic()
         while True:
             try:
                 met = super().next_rendezvous()

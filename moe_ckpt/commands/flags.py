@@ -11,6 +11,7 @@ import click
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves.flags import ExpertSaveFlags
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, owners_of
+from megatron.pretrain.allocation_units import add_unit_flags
 from megatron.pretrain.standby.health_options import add_launcher_flags
 from moe_ckpt.report import Report, show, table
 
@@ -58,6 +59,7 @@ def sections(strategy: str | None = None) -> dict[str, list[KnownFlag]]:
     add_flags(config, MoECheckpointConfig, "", MoECheckpointConfig.PREFIX, choices)
     add_flags(expert_saves, ExpertSaveFlags, "")
     add_launcher_flags(launcher)
+    add_unit_flags(launcher)
     settings = dict(zip(_settings(), _shown(config), strict=True))
     of_launcher = _shown(launcher)
     standbys = [one for one in of_launcher if one.name.startswith(STANDBYS)]

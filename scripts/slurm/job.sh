@@ -7,6 +7,9 @@
 #   MOE_CKPT_LOG_DIR                  folder with a log file for each rank, in addition to the job's
 #   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HANG_S
 #                                     when a node leaves the job to a spare, and when ranks hang: docs/operations.md
+#   MOE_CKPT_UNIT, MOE_CKPT_UNIT_NODES (1)
+#                                     label of a node's rack or NVLink domain, from MOE_CKPT_ENV_FILE, or slurm; nodes of a
+#                                     unit that is replaced as a whole: docs/operations.md
 #   MOE_CKPT_STANDBYS (0)             processes per node that wait, imports done, to replace lost ranks
 #   MOE_CKPT_LEAD_S (180)             seconds between the signal of --signal and the end of the job's time
 #   MOE_CKPT_MAX_RESTARTS (20)        restarts of the ranks within a run of the job
@@ -21,7 +24,7 @@
 #                                     where the nodes meet (default: this host, a port that follows from the job's number)
 #   MOE_CKPT_ANSWER_S (60)            how long MOE_CKPT_RDZV_HOST may take to lead to this node once the meeting point is there
 
-: "${MOE_CKPT_SPARES:=1}" "${MOE_CKPT_STANDBYS:=0}" "${MOE_CKPT_NPROC:=${SLURM_GPUS_ON_NODE:-}}"
+: "${MOE_CKPT_SPARES:=1}" "${MOE_CKPT_STANDBYS:=0}" "${MOE_CKPT_UNIT_NODES:=1}" "${MOE_CKPT_NPROC:=${SLURM_GPUS_ON_NODE:-}}"
 : "${MOE_CKPT_LEAD_S:=180}" "${MOE_CKPT_MAX_RESTARTS:=20}" "${MOE_CKPT_MIN_RUN_S:=600}"
 : "${MOE_CKPT_ENV_FILE:=}" "${MOE_CKPT_LOG_DIR:=}" "${MOE_CKPT_STRIKES:=}"
 : "${MOE_CKPT_HEALTH_CHECK:=}" "${MOE_CKPT_HANG_S:=0}"
@@ -82,7 +85,7 @@ run_job() {
     say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $MOE_CKPT_SPARES spare"
     "${step[@]}" "--nodes=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$root/scripts/slurm/node.sh" \
         "--nnodes=$nodes" "--nproc-per-node=$MOE_CKPT_NPROC" "--max-restarts=$MOE_CKPT_MAX_RESTARTS" \
-        "--moe-ckpt-standbys=$MOE_CKPT_STANDBYS" \
+        "--moe-ckpt-standbys=$MOE_CKPT_STANDBYS" "--moe-ckpt-unit-nodes=$MOE_CKPT_UNIT_NODES" \
         "--shutdown-timeout=$MOE_CKPT_PATIENCE_S" "${health[@]}" \
         "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MOE_CKPT_RDZV_HOST:$MOE_CKPT_RDZV_PORT" \
         "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \

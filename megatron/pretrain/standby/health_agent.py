@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     read_beat,
     stacks_signal,
 )
-from megatron.pretrain.processes import NODE_NAME
+from megatron.pretrain.processes import node_name
 from megatron.pretrain.standby.agent import StandbyAgent
 from megatron.pretrain.standby.health_check import FailureCounter, HungRanks, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
@@ -50,11 +50,6 @@ class NodeExcluded(SignalException):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{node_name()} leaves the job: {why}", signal.SIGTERM)
-
-
-def node_name() -> str:
-    """Of this node, as the job knows it."""
-    return os.environ.get(NODE_NAME) or os.uname().nodename
 
 
 class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ignore[misc]

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megatron.pretrain.allocation_units import add_unit_flags, export_unit
 from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
 from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
@@ -81,6 +82,7 @@ def _own_help() -> str:
         add_help=False,
     )
     add_launcher_flags(parser)
+    add_unit_flags(parser)
     return parser.format_help()
 
 
@@ -91,6 +93,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "moe-ckpt-run"
     add_launcher_flags(parser)
+    add_unit_flags(parser)
     parser.format_help = _own_help  # type: ignore[method-assign]
     options = parser.parse_args(argv)
     if options.moe_ckpt_standbys < 0:
@@ -101,6 +104,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--{given[0].replace('_', '-')} is done when a process starts, and a standby has no rank then: leave it"
             " out, or give --moe-ckpt-standbys 0"
         )
+    export_unit(parser, options)
     return options
 
 
