@@ -128,6 +128,42 @@ def test_a_second_kill_while_others_park_restart_or_replay_is_survived(step: int
         assert twice
 
 
+@dataclass
+class KilledBetween:
+    """Kills a rank once, when the first stage has run `count` iterations of its first replay again."""
+
+    job: Staged
+    victim: int
+    count: int
+    notice_s: float
+    is_done: bool = False
+
+    def __call__(self, rank: int, event: Event) -> bool:
+        again = {iteration for start, who, iteration in self.job.seen.iterations if (start, who) == (1, 0)}
+        if not self.is_done and len(again) == self.count and self.job.job is not None:
+            self.is_done = True
+            self.job.job.notice_s = self.notice_s  # the replay takes less than the time in which others park
+            self.job.job.world.kill(self.victim)
+        return False
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=ci) for seed in range(3, 20))])
+def test_a_replay_continues_where_it_was_when_a_stage_apart_from_it_lost_a_rank(
+    seed: int, when: dict[int, int]
+) -> None:
+    draw = random.Random(seed)
+    job = Staged(stages=4)
+    between = KilledBetween(job, draw.randrange(4, 8), draw.choice([1, 2]), draw.choice([0.0, 0.00005]))
+    job.run(seed, crash={draw.randrange(2): when[4] + draw.randrange(200)}, should_crash=between)
+    assert between.is_done
+    assert job.seen.scopes() == [Scope.LOCAL]
+    run = {(start, iteration) for start, rank, iteration in job.seen.iterations if rank < PER_STAGE}
+    iterations = sorted(iteration for _, iteration in run)
+    assert {start for start, _ in run} == {1, 2}, "the fault came between two iterations of the replay"
+    assert iterations == list(range(iterations[0], iterations[-1] + 1)), "none is run twice"
+    assert replaying(job) == {0, between.victim // PER_STAGE}
+
+
 def again(rank: int, number: int) -> Callable[[int, Event], bool]:
     """Kills a rank at a later event of its own too."""
     return lambda who, event: who == rank and event.number == number
