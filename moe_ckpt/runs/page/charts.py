@@ -7,6 +7,7 @@ are drawn: no outlier is lost, and the page stays small.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class Mark:
 def chart(
     title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, unit: str = "", from_zero: bool = False
 ) -> str:
-    """Curves over iterations as HTML; empty where no value is known. Seconds are shown in ms where all are below one.
+    """Curves over iterations as HTML; empty where no value is known, and broken where some are not. Units are scaled.
 
     Args:
         title: Title of the chart.
@@ -55,10 +56,12 @@ def chart(
     points = [point for _, some in shown for point in some]
     if not points:
         return ""
-    if unit == "s" and max(abs(y) for _, y in points) < 1:
-        unit, shown = "ms", [(curve, [(x, 1000 * y) for x, y in some]) for curve, some in shown]
-        points = [point for _, some in shown for point in some]
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    unit, factor = _scaled(unit, max(abs(y) for _, y in points))
+    shown = [(curve, [(x, factor * y) for x, y in some]) for curve, some in shown]
+    points = [point for _, some in shown for point in some]
+    # Unknown values take their place: charts below each other have the same iterations.
+    places = [x for curve in curves for x, _ in curve.points]
+    left, right = min(places), max(places)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
     bottom, top, ticks = scale(min(0.0, lowest) if from_zero else lowest, highest)
     frame = _Frame(left, right if right > left else left + 1, bottom, top)
@@ -199,9 +202,16 @@ def _drawn(curve: Curve, points: Sequence[tuple[float, float]], frame: _Frame) -
     places = [(f"{frame.x(x):.1f}", f"{frame.y(y):.1f}") for x, y in points]
     if curve.dots:
         return f'<path class="dots s{curve.color}" d="{"".join(f"M{x} {y}h0" for x, y in places)}"/>'
-    (x, y), *others = places
-    rest = "".join(f"H{x}V{y}" if curve.steps else f"L{x} {y}" for x, y in others)
-    return f'<path class="line s{curve.color}" d="M{x} {y}{rest or "h0"}"/>'
+    unknown = [x for x, y in curve.points if math.isnan(y)]
+    line, before = "", None
+    for (x, y), (at, _) in zip(places, points, strict=True):
+        gap = bisect(unknown, at)
+        if gap != before:
+            line += f"M{x} {y}h0"
+        else:
+            line += f"H{x}V{y}" if curve.steps else f"L{x} {y}"
+        before = gap
+    return f'<path class="line s{curve.color}" d="{line}"/>'
 
 
 def _rect(level: int, left: float, right: float, what: str) -> str:
@@ -233,6 +243,16 @@ def _spans(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float
             yield begin, at, level
             begin, level = at, now
     yield begin, points[-1][0] + 1, level
+
+
+def _scaled(unit: str, greatest: float) -> tuple[str, float]:
+    """The unit in which the axis is read, and what values are multiplied by."""
+    if unit == "s" and greatest < 1:
+        return "ms", 1000.0
+    if unit == "bytes":
+        sizes = ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB"))
+        return next(((name, 10.0**-power) for power, name in sizes if greatest >= 10**power), (unit, 1.0))
+    return unit, 1.0
 
 
 def _tick(value: float) -> str:

@@ -38,11 +38,11 @@ margin:.4rem 0}.say li.ok{border-color:var(--ok)}.say li.warn{border-color:var(-
 var(--bad)}.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.2rem,1fr));gap:.6rem;margin:1rem 0}
 .figures div{background:var(--card);padding:.6rem .8rem;border-radius:.4rem}dt{color:var(--soft);font-size:.85rem}
 dd{margin:0;font-size:1.3rem;font-weight:600}dd small{display:block;font-weight:400}
-figure{margin:1.5rem 0}figcaption{font-weight:600}.plot{display:grid;grid-template-columns:5.5rem 1fr}
+figure{margin:1.5rem 0}figcaption{font-weight:600}.plot{display:grid;grid-template-columns:5.5rem 1fr;margin-top:.7rem}
 .plot svg{width:100%;height:13rem;overflow:visible;display:block}.y{position:relative}.y span{position:absolute;right:
 .4rem;transform:translateY(-50%);font-size:.75rem;color:var(--soft)}.x{display:flex;justify-content:space-between;
 margin-left:5.5rem;font-size:.75rem;color:var(--soft);padding-top:.3rem}.grid{stroke:var(--line);stroke-width:1}
-path{fill:none;vector-effect:non-scaling-stroke}.line{stroke-width:1.8}.dots{stroke-width:7;stroke-linecap:round}
+path{fill:none;vector-effect:non-scaling-stroke}.line{stroke-width:1.8;stroke-linecap:round}.dots{stroke-width:7;stroke-linecap:round}
 .mark{stroke:var(--mark);stroke-width:1.5;stroke-dasharray:4 3}
 .band{display:grid;grid-template-columns:5.5rem 1fr;align-items:center;margin:.3rem 0;font-size:.85rem}
 .band .mark{stroke:var(--fg)}.band svg{width:100%;height:1.4rem}
@@ -55,7 +55,9 @@ border-left:2px dashed var(--mark)}.legend i[class^=p],.legend i[class^=level]{h
 .bar i{border-right:1px solid var(--bg)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}caption{text-align:left;
 font-weight:600;padding:.3rem 0}th,td{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:left;
-font-weight:400;vertical-align:top}thead th{color:var(--soft)}.n{text-align:right;font-variant-numeric:tabular-nums}
+font-weight:400;vertical-align:top}thead th{color:var(--soft)}.n{text-align:right;white-space:nowrap;
+font-variant-numeric:tabular-nums}
+@media (max-width:30rem){th,td{padding:.25rem .35rem}}
 pre{background:var(--card);padding:.8rem;overflow-x:auto;font-size:.8rem}summary{cursor:pointer;padding:.2rem 0}
 .heat td{min-width:2.6rem;text-align:right;font-size:.8rem}
 """

@@ -36,7 +36,7 @@ def overview(run: Run) -> str:
     return f'{_job(run)}<ul class="say">{said}</ul>{figures(values)}'
 
 
-_HEAD = {"job": "Job", "strategy": "Strategy", "model": "Model", "layout": "Layout", "software": "Software"}
+_HEAD = {"job": "Id", "strategy": "Strategy", "model": "Model", "layout": "Layout", "software": "Software"}
 
 
 def _job(run: Run) -> str:
@@ -179,7 +179,7 @@ def windows(run: Run) -> str:
             rows.append((f"{columns['iteration'][at]:,.0f}", _change(before, now)))
         before = now
     window = run.last("window")
-    if math.isnan(window):
+    if math.isnan(window) or (window == 1 and not rows):
         return ""
     said = f"<p>The window has {window:.0f} iterations now."
     if not rows:
@@ -215,4 +215,4 @@ def _known(run: Run, name: str) -> list[tuple[float, float]]:
 
 
 def _behind(run: Run, name: str) -> list[tuple[float, float]]:
-    return [(x, x - y) for x, y in _known(run, name)]
+    return [(x, x - y) for x, y in points(run, name)]

@@ -102,6 +102,22 @@ def test_an_iteration_is_at_the_same_place_in_all_charts(metrics: Path) -> None:
     assert len(lefts) == 3 and len(set(lefts)) == 1
 
 
+def test_what_is_unknown_takes_its_place_and_no_line_goes_through_it(tmp_path: Path) -> None:
+    known = {3, 4, 7, 9, 10}
+    lines = [iteration(at, at * 0.6, slowed_s=0.01 * at if at in known else None) for at in range(1, 13)]
+    page = render(read_runs([written(tmp_path / "metrics.jsonl", start(0.0), *lines)]), 0.0)
+    figure = page.partition("Passes slowed by copies")[2].partition("</figure>")[0]
+    assert "iterations 1 to 12" in figure
+    (line,) = re.findall(r'class="line s3" d="([^"]*)"', figure)
+    assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
+
+
+def test_bytes_are_in_the_unit_of_the_largest(tmp_path: Path) -> None:
+    lines = [iteration(at, at * 0.6, snapshot_bytes=3_000_000 * (at % 2)) for at in range(1, 5)]
+    page = render(read_runs([written(tmp_path / "metrics.jsonl", start(0.0), *lines)]), 0.0)
+    assert "Bytes of an iteration <small>MB</small>" in page and "from 0 to 3" in page
+
+
 def test_the_page_is_whole_and_loads_nothing(metrics: Path) -> None:
     page = render(read_runs([metrics]), 0.0)
     outline = Outline(page)
