@@ -41,6 +41,7 @@ free_port='import socket; s = socket.create_server(("", 0)); print(s.getsockname
 MOE_CKPT_RDZV_PORT=${MOE_CKPT_RDZV_PORT:-$("$MOE_CKPT_PYTHON" -c "$free_port")}
 export MOE_CKPT_NPROC=${MOE_CKPT_NPROC:-1} MOE_CKPT_PYTHON MOE_CKPT_TMPFS MOE_CKPT_RDZV_PORT
 export MOE_CKPT_RDZV_HOST=${MOE_CKPT_RDZV_HOST:-localhost} STAND_IN_CLUSTER=$folder/cluster
+export MOE_CKPT_ROOT=${MOE_CKPT_ROOT:-$root}  # a job file for a cluster names where the scripts lie there
 stand_ins=$root/scripts/slurm/stand_ins
 export PATH=$stand_ins:$PATH
 cd "$root"

@@ -188,6 +188,37 @@ def test_a_dry_run_for_slurm_works_from_the_wheel(installed: Environment, tmp_pa
     assert "job 1 has ended with exit code 0" in result.stdout + result.stderr
 
 
+RANK = """import json, os, sys
+names = "WORLD_SIZE", "MOE_CKPT_NODE", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_IB_HCA", "MOE_CKPT_PATIENCE_S"
+open(f"{os.environ['SEEN']}/{os.environ['RANK']}", "w").write(json.dumps([sys.argv[1:], *map(os.environ.get, names)]))
+"""
+
+
+@pytest.mark.full
+def test_the_job_file_of_16_nodes_is_rehearsed_from_the_wheel(
+    installed: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(installed.run("python", "-m", "moe_ckpt.scripts").stdout.strip())
+    copy, seen = shutil.copytree(folder, tmp_path / "copy"), tmp_path / "seen"
+    seen.mkdir()
+    (tmp_path / "pretrain_gpt.py").write_text(RANK)
+    settings = {"NPROC": "1", "STANDBYS": "0", "SCRIPT": str(tmp_path / "pretrain_gpt.py")}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"MOE_CKPT_{name}", value)
+    monkeypatch.setenv("SEEN", str(seen))
+    command = [copy / "scripts" / "slurm" / "dry_run.sh", "--folder", tmp_path / "run", "--", "sbatch"]
+    result = installed.run(*command, "examples/megatron_lm/train.sbatch", "--train-iters", "7")
+    assert result.returncode == 0, result.stdout + result.stderr
+    nodes = [f"node-{number}" for number in range(17)]
+    assert f"run 1 on 16 of {','.join(nodes)}, 1 spare" in result.stdout
+    assert "training has ended" in result.stdout
+    ranks = [json.loads(path.read_text()) for path in seen.iterdir()]
+    assert len(ranks) == 16
+    assert all(flags[-4:-1] == ["--train-iters", "7", "--metrics-jsonl"] for flags, *_ in ranks)
+    assert {(world, *of_site) for _, world, _, *of_site in ranks} == {("16", "1", "mlx5", "150")}
+    assert len({node for _, _, node, *_ in ranks}) == 16 and {node for _, _, node, *_ in ranks} < {*nodes}
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("core", ["0.17.1", "0.18.0", "0.19.2"])
 def test_an_image_with_torch_and_megatron_core_gets_nothing_but_us(wheel: Path, tmp_path: Path, core: str) -> None:
