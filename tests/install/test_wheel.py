@@ -208,10 +208,9 @@ def test_the_job_file_of_16_nodes_is_rehearsed_from_the_wheel(
     monkeypatch.setenv("SEEN", str(seen))
     command = [copy / "scripts" / "slurm" / "dry_run.sh", "--folder", tmp_path / "run", "--", "sbatch"]
     result = installed.run(*command, "examples/megatron_lm/train.sbatch", "--train-iters", "7")
-    assert result.returncode == 0, result.stdout + result.stderr
-    nodes = [f"node-{number}" for number in range(17)]
-    assert f"run 1 on 16 of {','.join(nodes)}, 1 spare" in result.stdout
-    assert "training has ended" in result.stdout
+    said, nodes = result.stdout + result.stderr, [f"node-{number}" for number in range(17)]
+    assert result.returncode == 0, said
+    assert f"run 1 on 16 of {','.join(nodes)}, 1 spare" in said and "training has ended" in said
     ranks = [json.loads(path.read_text()) for path in seen.iterdir()]
     assert len(ranks) == 16
     assert all(flags[-4:-1] == ["--train-iters", "7", "--metrics-jsonl"] for flags, *_ in ranks)
