@@ -61,6 +61,17 @@ READ = {
     "tensor_parallel.random": {
         "CheckpointFunction": "17827ea9250b = =",
     },
+    "full_cuda_graph": {
+        "FullCudaGraphWrapper.__call__": "ee0208618121 993bf26cde20 5544118e3e0d",
+    },
+    "transformer.cuda_graphs": {
+        "CudaGraphManager.__call__": "7f13b3627dc5 b4b960f6dc0c 93b3b643c4c0",
+        "TECudaGraphHelper.create_cudagraphs": "954798b3ed92 = =",
+    },
+    "transformer.module": {
+        "GraphableMegatronModule._should_call_te_cudagraph": "d912708cb1b6 = =",
+        "GraphableMegatronModule.__call__": "1794990ea948 = =",
+    },
     "transformer.moe.moe_utils": {
         "RouterGatingLinearFunction": "a34180b771b4 = =",
         "router_gating_linear": "0f5202718b1c = =",
