@@ -16,11 +16,12 @@ LOST = {OperatorId(0, OperatorKind.EXPERT, 1): 5}
 def restart(plan: RecoveryPlan, *older: object) -> tuple[Restart, list[str]]:
     """One that has found a plan, and what it came to do."""
     did: list[str] = []
-    recovery = SimpleNamespace(look=lambda: plan, is_own=True, diverged=(), discard=lambda: None)
+    recovery = SimpleNamespace(look=lambda: plan, plan=None, is_own=True, diverged=(), discard=lambda: None)
+    recovery.restore_through = lambda _: did.append("loaded")
     own: Any = SimpleNamespace(timelines=lambda: older, discard=lambda: None)
-    found: Any = Restart(recovery, own, *[None] * 6, renew_strategy=lambda: None)  # type: ignore[arg-type]
-    found._is_restored = lambda _: did.append("restored") or True
-    found._refresh = lambda: did.append("loaded")
+    state = SimpleNamespace(refresh=lambda: None, restorer=None)
+    found: Any = Restart(recovery, own, None, state, *[None] * 4, renew_strategy=lambda: None)
+    found.carry_out = lambda: did.append("restored") or True
     return found, did
 
 
