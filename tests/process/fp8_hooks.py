@@ -61,15 +61,15 @@ def _gather(state: Any) -> None:
 
 
 @contextlib.contextmanager
-def restored_without(field: str) -> Iterator[None]:
-    """Records of this field are restored as ones."""
+def restored_without(field: str, name: str = "") -> Iterator[None]:
+    """Records of this field are restored as ones; with a name, only those that have it in their key."""
     from megatron.core.dist_checkpointing.moe.megatron_state import restore
 
     write = restore.write_record
 
     def written(key: str, data: memoryview, tensor: torch.Tensor, upload: restore.Upload | None = None) -> None:
         write(key, data, tensor, upload)
-        if key.endswith(f"/{field}"):
+        if key.endswith(f"/{field}") and name in key:
             tensor.fill_(1)
 
     with mock.patch.object(restore, "write_record", written):

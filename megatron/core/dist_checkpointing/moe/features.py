@@ -329,6 +329,12 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "`sparse` with Muon",
+        Works(f"{_STOCK}muon.py::test_a_replay_steps_active_matrices_alone_and_ends_as_the_undisturbed_job"),
+        _NEEDS_SPARSE,
+        _UNTESTED,
+    ),
+    Feature(
         "`--optimizer-cpu-offload`",
         Works(f"{_STOCK}offloading.py::test_a_killed_job_whose_optimizer_is_on_the_host_ends_as_the_undisturbed_one"),
         _UNTESTED,

@@ -164,6 +164,12 @@ def members_by_layer(optimizer: MegatronOptimizer, by_layer: bool = False) -> It
         yield from members_by_layer(member, by_layer or isinstance(optimizer, LayerWiseDistributedOptimizer))
 
 
+def layer_wise_chains(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedOptimizer]:
+    """The chains in a chain whose members step whole parameters, and which gather these themselves."""
+    members = getattr(optimizer, "chained_optimizers", ())
+    return [member for member in members if isinstance(member, LayerWiseDistributedOptimizer)]
+
+
 @torch.no_grad()
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Allocate moments and step counts that do not exist yet, as the first step would; nothing else changes.

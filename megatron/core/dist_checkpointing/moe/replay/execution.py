@@ -26,6 +26,7 @@ from megatron.core.utils import unwrap_model
 from ..core_versions.seams import require_seams
 from ..core_versions.training import has_norm_of_its_own, skips_for_norm
 from ..errors import MoECheckpointError, UsageError
+from ..megatron_state.optimizer_state import members_by_layer
 from ..ports import Json, PeerLost, Transport
 from ..types import OperatorId, StepJournal
 from .gradient_flow import gradients_down_to, lowest_active_layer
@@ -119,7 +120,7 @@ def _ask_for_norm_groups(optimizer: ChainedOptimizer) -> None:
 
 
 def _check_journal(optimizer: ChainedOptimizer, step: StepJournal) -> None:
-    members = optimizer.chained_optimizers
+    members = [member for member, _ in members_by_layer(optimizer)]
     # The norm is needed for clipping only; a step that was skipped clips nothing.
     clips = any(member.config.clip_grad > 0 for member in members)
     # A step that was skipped for its norm has one; before an overflow none is computed.
@@ -179,8 +180,10 @@ def _refuse_unfreezable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOp
         "gradients that are clipped by a norm of their own group": of_group,
         f"the optimizer {type(optimizer).__name__}": type(optimizer) is not ChainedOptimizer,
     }
-    for inner in (member.optimizer for member in getattr(optimizer, "chained_optimizers", [])):
+    for inner in (member.optimizer for member, _ in members_by_layer(optimizer)):
+        # Muon steps one matrix after the other, with collectives of tensor-parallel ranks, which freeze the same ones.
         is_known = inner is None or type(inner) in (torch.optim.Adam, torch.optim.AdamW) or counts_in_groups(inner)
+        is_known = is_known or type(inner).__name__ == "TensorParallelMuon"
         reasons[f"the inner optimizer {type(inner).__name__}"] = not is_known
     for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
         reasons[f"the router {type(router).__name__}"] = type(router).gating is not Router.gating

@@ -32,7 +32,7 @@ from megatron.core.utils import unwrap_model
 
 from ..core_versions.seams import cast_rows, casts_itself, quantized_rows, scales_kept
 from ..core_versions.training import norm_as_in_training, replaced
-from ..megatron_state.optimizer_state import optimizer_members
+from ..megatron_state.optimizer_state import layer_wise_chains, members_by_layer, optimizer_members
 from ..types import StepJournal
 
 Parameters = AbstractSet[torch.nn.Parameter]
@@ -93,6 +93,8 @@ def overlap_off(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer)
     with contextlib.ExitStack() as stack:
         for config in {id(one.config): one.config for one in optimizer_members(optimizer)}.values():
             stack.enter_context(replaced(config, overlap_param_gather=False))
+        for chain in layer_wise_chains(optimizer):  # has a setting of its own
+            stack.enter_context(replaced(chain, overlap_param_gather=False))
         for chunk in chunks:
             if chunk.remove_forward_pre_hook_handles:
                 # Where gradients lie in the buffer of the gather, weights are whole, as a restore has left them.
@@ -238,7 +240,7 @@ def journaled_step(
     def stepped() -> tuple[bool, float | None, int | None]:
         with contextlib.ExitStack() as stack:
             emptied = []
-            for member in optimizer.chained_optimizers:
+            for member, _ in members_by_layer(optimizer):
                 groups = stack.enter_context(_only_active(member, frozen))
                 emptied += groups if counts_in_groups(member.optimizer) else []
                 if alone:

@@ -268,7 +268,6 @@ _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
     ("optimizer_cpu_offload", bool, "operators of an optimizer on the host cannot be frozen; use full or pec"),
-    ("optimizer", lambda kind: kind == "muon", "its steps with frozen operators are not exact; use full or pec"),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
     ("delay_wgrad_compute", bool, "weight gradients computed later cannot be frozen; use --moe-ckpt-strategy full"),
     ("overlap_moe_expert_parallel_comm", bool, "passes of two microbatches in one cannot be frozen; use full"),
