@@ -53,7 +53,7 @@ def all_recipes() -> tuple[Recipe, ...]:
     return tuple(Recipe(**json.loads(line)) for line in DATA.read_text(encoding="utf-8").splitlines())
 
 
-def refusals(recipe: Recipe, strategy: str, recovery: str = "auto") -> Iterator[str]:
+def refusals(recipe: Recipe, strategy: str, recovery: str = "global") -> Iterator[str]:
     """Why a recipe is not protected.
 
     Args:
@@ -104,6 +104,7 @@ def reasons() -> Iterator[str]:
         (name, recipe.kind, column)
         for recipe in all_recipes()
         for column, found in verdicts(recipe).items()
+        if column in COLUMNS[:3]
         for name in {short(reason) for reason in found if reason != NOT_ASKED}
     )
     most: dict[str, int] = {}

@@ -50,7 +50,7 @@ JUDGED: dict[str, Any] = {
         "expert_tensor_parallel_size",
         "fine_grained_activation_offloading", "fp4", "fp4_param", "fp4_recipe", "fp8", "fp8_dot_product_attention",
         "fp8_multi_head_attention", "fp8_param", "fp8_recipe", "moe_enable_deepep", "moe_expert_rank_capacity_factor",
-        "moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "mtp_num_layers",
+        "moe_flex_dispatcher_backend", "moe_paged_stash", "moe_token_dispatcher_type", "mtp_num_layers",
         "overlap_moe_expert_parallel_comm", "pipeline_model_parallel_size", "qk_clip", "tensor_model_parallel_size",
         "tp_comm_overlap",
     }},

@@ -1,18 +1,23 @@
-"""Jobs in which experts of one microbatch communicate while another one computes: `full` brings them back exactly."""
+"""Jobs in which experts of one microbatch communicate while another one computes, killed and brought back exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import fp8_hooks as hooks
 import pytest
+import sparse_runs
 from attempts import Cluster
 from runs import Layout
-from sparse_runs import Case, Run
+from sparse_runs import Case, Run, assert_replayed
 from test_fp8 import differences, engine_cluster, undisturbed  # noqa: F401
 from test_mxfp8 import ENGINE, killed
 
 OVERLAP = ("--overlap-moe-expert-parallel-comm",)
+DELAYED = (*OVERLAP, "--delay-wgrad-compute", "--no-gradient-accumulation-fusion")
+PAIR = Layout(pp=1, ep=2, ranks=2)
 INTERLEAVED = Layout(pp=2, ep=2, ranks=4, vpp=2)
 
 
@@ -25,3 +30,26 @@ def test_a_killed_job_with_interleaved_stages_ends_as_one_without_overlap_and_fa
     case = Case(INTERLEAVED, (*ENGINE, *OVERLAP), faults=("1@8:forward-backward", "2@14:step"))
     run = killed(engine_cluster, case, tmp_path, "full")
     assert not differences(run, undisturbed(Case(INTERLEAVED, ENGINE)), INTERLEAVED.ranks)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(INTERLEAVED, DELAYED, id="interleaved, delayed"),
+        pytest.param(INTERLEAVED, OVERLAP, id="interleaved", marks=pytest.mark.full),
+        pytest.param(PAIR, DELAYED, id="one stage, delayed", marks=pytest.mark.full),
+        pytest.param(PAIR, OVERLAP, id="one stage", marks=pytest.mark.full),
+    ],
+)
+def test_a_replay_runs_the_schedule_of_training_with_operators_frozen(
+    layout: Layout,
+    model: tuple[str, ...],
+    undisturbed: Callable[[Case], Run],  # noqa: F811
+    engine_cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    case, folder = Case(layout, (*ENGINE, *model)), tmp_path / "killed"
+    run = sparse_runs.killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
+    assert_replayed(run, int(case.window))
+    assert not differences(run, undisturbed(case), layout.ranks)

@@ -65,11 +65,10 @@ def test_multi_token_prediction_is_accepted_on_the_last_stage(layout: str, answe
     assert answer == "accepted" or "put m there" in said
 
 
-def test_communication_overlapped_across_microbatches_is_refused_with_sparse_only() -> None:
-    flag = "--overlap-moe-expert-parallel-comm"
-    flags = [*with_changes(DEEPSEEK_V3.flags, WITHOUT_ENGINE), flag]
-    assert verdict(DEEPSEEK_V3, *flags, *FULL) == "accepted"
-    assert verdict(DEEPSEEK_V3, *flags, *SPARSE).startswith(f"refused: {flag} does not go with")
+@STRATEGIES
+def test_communication_overlapped_across_microbatches_is_accepted(protection) -> None:
+    flags = [*with_changes(DEEPSEEK_V3.flags, WITHOUT_ENGINE), "--overlap-moe-expert-parallel-comm"]
+    assert verdict(DEEPSEEK_V3, *flags, *protection) == "accepted"
 
 
 @pytest.mark.ci

@@ -79,7 +79,7 @@ def test_a_call_shows_what_was_given_by_position_name_or_default() -> None:
 
 def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
     strategy = changes.pop("strategy", "full")
-    return MoECheckpointConfig(strategy=strategy), arguments(**changes)
+    return MoECheckpointConfig(strategy=strategy, recovery=changes.pop("recovery", "auto")), arguments(**changes)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,18 @@ def test_barriers_of_timers_are_refused_where_a_stage_may_replay_alone() -> None
         flags.check(*given(strategy="sparse", **timed), "0.19.2")
 
 
-@pytest.mark.parametrize("name", ["delay_wgrad_compute", "overlap_moe_expert_parallel_comm"])
+def test_an_overflow_that_all_ranks_agree_on_is_refused_where_a_stage_may_replay_alone() -> None:
+    bounded = {"moe_expert_rank_capacity_factor": 1.5, "pipeline_model_parallel_size": 2}
+    assert flags.check(*given(**bounded), "0.19.2") == ""
+    assert flags.check(*given(strategy="sparse", recovery="global", **bounded), "0.19.2") == ""
+    assert flags.check(*given(strategy="sparse", **bounded | {"pipeline_model_parallel_size": 1}), "0.19.2") == ""
+    with pytest.raises(
+        UsageError, match=r"--moe-expert-rank-capacity-factor 1.5 does not go with .* sparse: all ranks"
+    ):
+        flags.check(*given(strategy="sparse", **bounded), "0.19.2")
+
+
+@pytest.mark.parametrize("name", ["qk_clip", "moe_paged_stash"])
 def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again(name: str) -> None:
     assert flags.check(*given(**{name: True}), "0.19.2") == ""
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not go with --moe-ckpt-strategy sparse"):

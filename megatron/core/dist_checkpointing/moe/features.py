@@ -335,6 +335,21 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "`sparse` with `--overlap-moe-expert-parallel-comm`, `--delay-wgrad-compute`",
+        Works(
+            "tests/process/test_overlapped_experts.py::"
+            "test_a_replay_runs_the_schedule_of_training_with_operators_frozen"
+        ),
+        _NEEDS_SPARSE,
+        _UNTESTED,
+    ),
+    Feature(
+        "`sparse` with `--moe-expert-rank-capacity-factor`",
+        Works(f"{_STOCK}overflow.py::test_a_replay_runs_the_same_passes_again_and_ends_as_the_undisturbed_job"),
+        _NEEDS_SPARSE,
+        _UNTESTED,
+    ),
+    Feature(
         "`--optimizer-cpu-offload`",
         Works(f"{_STOCK}offloading.py::test_a_killed_job_whose_optimizer_is_on_the_host_ends_as_the_undisturbed_one"),
         _UNTESTED,

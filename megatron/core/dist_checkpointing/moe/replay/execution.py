@@ -162,8 +162,9 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
     found = {
         # These compute or move by a schedule of their own what a frozen operator no longer has.
         "activations offloaded to the CPU": config.cpu_offloading or config.fine_grained_activation_offloading,
-        "weight gradients computed later": config.delay_wgrad_compute or config.defer_embedding_wgrad_compute,
-        "expert-parallel communication overlapped across microbatches": config.overlap_moe_expert_parallel_comm,
+        "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
+        # Where they overflow the passes are run again in another way; frozen operators keep fewer of them.
+        "activations kept in pages": getattr(config, "moe_paged_stash", False),
         # Gradients are rounded by random numbers, of which a frozen operator draws none.
         "products in four bits": config.fp4,
     }

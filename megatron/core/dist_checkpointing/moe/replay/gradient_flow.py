@@ -48,6 +48,10 @@ def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
         lowest: As `lowest_active_layer` gives it, the same on all ranks.
     """
     model = unwrap_model(chunk)
+    if model.config.overlap_moe_expert_parallel_comm:
+        with _embeddings_with_gradient(model):
+            yield
+        return
     # Which module comes after which is not known: as in training. Layers that predict further tokens read the last
     # layer's output, and what they send down goes by the head.
     if not is_plain_gpt(model) or getattr(model, "mtp_process", False):
@@ -111,6 +115,26 @@ def _input_changed(module: torch.nn.Module, change: Callable[[torch.Tensor], tor
         return (change(args[0]), *args[1:]), kwargs
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _embeddings_with_gradient(model: Any) -> Iterator[None]:
+    """Let gradients flow everywhere where passes of two microbatches run in one.
+
+    Core cuts layers into parts there, calls no layer as a whole, and runs each part backward by itself: its output has
+    to need a gradient, whatever is frozen below.
+    """
+    embedding = getattr(model, "embedding", None)  # of the first stage, and of the last one that predicts further
+    if embedding is None:
+        yield
+        return
+    handle = embedding.register_forward_hook(
+        lambda _, __, output: output.requires_grad_() if torch.is_grad_enabled() else output
+    )
     try:
         yield
     finally:

@@ -129,6 +129,9 @@ def weights_frozen(chunks: Sequence[torch.nn.Module], frozen: Parameters) -> Ite
             # A layer of Transformer Engine 2.11 that adds to gradient buffers itself, and did not ask for them because
             # its weights need no gradient, takes them from its weights in the backward pass, for good.
             stack.enter_context(replaced(module, fuse_wgrad_accumulation=False))
+        for module in (module for module, _ in still if hasattr(module, "backward_dw")):
+            # With delayed weight gradients Transformer Engine would look for what its backward pass has not stored.
+            stack.enter_context(replaced(module, backward_dw=_nothing))
         # Core's gate computes the gradient of its weights whether it is wanted or not.
         for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, Router) and module.weight in frozen:

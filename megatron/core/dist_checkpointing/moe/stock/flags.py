@@ -259,6 +259,11 @@ _ALWAYS: tuple[_Rule, ...] = (
 )
 _REPEATING_ALONE: tuple[_Rule, ...] = (
     (
+        "moe_expert_rank_capacity_factor",
+        bool,
+        "all ranks agree on whether tokens were dropped, also those that do not replay; use --moe-ckpt-recovery global",
+    ),
+    (
         "timing_log_level",
         lambda level: int(level) > 0,
         "its barriers would wait for stages that do not replay; use level 0 or --moe-ckpt-recovery global",
@@ -269,7 +274,5 @@ _REPEATING: tuple[_Rule, ...] = (
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
     ("optimizer_cpu_offload", bool, "operators of an optimizer on the host cannot be frozen; use full or pec"),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
-    ("delay_wgrad_compute", bool, "weight gradients computed later cannot be frozen; use --moe-ckpt-strategy full"),
-    ("overlap_moe_expert_parallel_comm", bool, "passes of two microbatches in one cannot be frozen; use full"),
-    ("moe_expert_rank_capacity_factor", bool, "passes are run again at an overflow; use --moe-ckpt-strategy full"),
+    ("moe_paged_stash", bool, "what frozen operators do not keep cannot overflow as in training; use full or pec"),
 )

@@ -113,6 +113,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+@torch.no_grad()  # delayed gradients of weights are computed outside of backward passes, and kernels know no autograd
 def _write(out: torch.Tensor, product: torch.Tensor, accumulate: bool) -> None:
     product = product.reshape(out.shape)
     out.copy_(out.float() + product if accumulate else product)
