@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import logging
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core import rerun_state_machine as rerun
 from megatron.core import timers
 from megatron.core.utils import get_model_config
 
 from ..core_versions.training import replaced
-from ..errors import PeerLost, UsageError
+from ..errors import UsageError
 from ..in_place.building import own_build, rehearsed
+from ..in_place.datasets import Datasets, become, survivors_facts, tell
 from ..in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from ..recovery.timeline import Milestone, Timestamps
 from ..runtime.nccl_settings import process_group_backend
@@ -137,14 +135,14 @@ class KeptData:
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
-        self._providers: list[_Datasets] = []
+        self._providers: list[Datasets] = []
         self._iterators: list[Any] = []
 
     def build(self, call: Call) -> Any:
         """Make the iterators that a call is to make, of the datasets that its provider gives."""
-        if isinstance(call.first, _Datasets):
+        if isinstance(call.first, Datasets):
             return call.go_on()
-        provider = _Datasets(call.first)
+        provider = Datasets(call.first)
         iterators = call.instead(provider).go_on()
         self._providers.append(provider)
         self._iterators.append(iterators)
@@ -153,7 +151,7 @@ class KeptData:
     def renew(self) -> None:
         """Let all iterators continue where `args` say that training stands. Whoever has one of them keeps it."""
         for provider, iterators in zip(self._providers, self._iterators, strict=True):
-            _become(iterators, self._loop.build_train_valid_test_data_iterators(provider))
+            become(iterators, self._loop.build_train_valid_test_data_iterators(provider))
 
     def facts(self) -> dict[str, Any]:
         """What all ranks have agreed on."""
@@ -165,36 +163,9 @@ class KeptData:
             setattr(self._loop.get_args(), name, value)
 
 
-class _Datasets:
-    """A provider of datasets that remembers what it gave."""
-
-    def __init__(self, provider: Callable[..., Any]) -> None:
-        self._provider = provider
-        self._given: dict[str, Any] = {}
-        self.is_distributed = getattr(provider, "is_distributed", False)
-
-    def __call__(self, *sizes: Any, **options: Any) -> Any:
-        asked_for = repr((sizes, options))
-        if asked_for not in self._given:
-            self._given = {asked_for: self._provider(*sizes, **options)}
-        return self._given[asked_for]
-
-
-def _become(old: Any, new: Any) -> None:
-    """Let iterators that others hold read what new ones would read."""
-    if isinstance(old, list | tuple):
-        for one, other in zip(old, new, strict=True):
-            _become(one, other)
-    elif old is not None:
-        vars(old).clear()
-        vars(old).update(vars(new))
-
-
 _INITIALIZE = "megatron.training.initialize"
 _CONNECTS = "_initialize_distributed"
 _OVERLAPS = "_initialize_tp_communicators"
-_TOLD = "moe-ckpt-stock-data"
-_TIMEOUT_S = 600.0
 
 
 class Survivors:
@@ -270,7 +241,7 @@ class Survivors:
             return call.go_on()
         built = self._data.build(call)
         if own_build().survivors and self._kept is None:
-            self._data.set_facts(_told())
+            self._data.set_facts(survivors_facts())
         return built
 
     def train(self, chunks: Any, optimizer: Any) -> InProcessRestart | None:
@@ -296,7 +267,7 @@ class Survivors:
         unless_called_off(self._connect_again, own_slot())
         self._watch()
         self.marks.mark(Milestone.RENDEZVOUS)
-        _get_default_store().set(_TOLD, json.dumps(self._data.facts()))
+        tell(self._data.facts())
         self._kept.connected()
         self._globals.as_before_training()
 
@@ -356,13 +327,3 @@ def _marks(*, stayed: bool) -> Timestamps:
     if own_slot().taken_s is not None:
         marks.mark(Milestone.RESTARTED, own_slot().taken_s)
     return marks
-
-
-def _told() -> dict[str, Any]:
-    store = _get_default_store()
-    try:
-        store.wait([_TOLD], timedelta(seconds=_TIMEOUT_S))
-    except RuntimeError:
-        raise PeerLost(f"waited {_TIMEOUT_S:g} s for a survivor to tell which data there are") from None
-    facts: dict[str, Any] = json.loads(store.get(_TOLD))
-    return facts
