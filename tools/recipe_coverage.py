@@ -39,10 +39,12 @@ HEADING = f"""# Recipes of Megatron-Bridge
 Made by `python tools/recipe_coverage.py`. The settings of each MoE pretraining recipe of Megatron-Bridge {VERSION} are
 judged by the refusals of this project, as flags of Megatron-LM's loop. **In place** is `full` with survivors that keep
 their processes, as far as [a flex dispatcher lets them](megatron-lm.md#ranks-that-stay). **Local recovery** is `sparse`
-with several pipeline stages. In Bridge's own loop `full` and `pec` run, without processes that stay.
+with several pipeline stages. In Bridge's own loop `full` and `pec` run; there survivors stay under
+[a few more conditions](bridge.md#ranks-that-stay).
 
 Not part of the verdict: `sparse` on GPUs also takes [deterministic settings](gpu.md), which a job adds to a recipe.
-No recipe was run at its size. What the hub's configurations add is written down in `tools/recipe_settings.py`.
+No recipe was run at its size; one was trained and killed, made small. What the hub's configurations add is written down
+in `tools/recipe_settings.py`.
 
 """
 

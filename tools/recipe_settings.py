@@ -89,7 +89,7 @@ def recipes(bridge: Path) -> Iterator[Recipe]:
     Raises:
         ImportError, AttributeError: A recipe needs something that has no stand-in here.
     """
-    _prepare(bridge)
+    prepare(bridge)
     for package, kind in KINDS.items():
         for path in sorted((bridge / package).rglob("*.py")):
             if path.stem == "__init__":
@@ -202,11 +202,15 @@ class _StandIn(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self) -> None:
+    def __init__(self, bridge: Path, real: Sequence[str]) -> None:
+        self._bridge, self._real = bridge, real
         self._absent = {"transformers", *(name for name in MAYBE_ABSENT if importlib.util.find_spec(name) is None)}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         parts = name.split(".")
+        if name.removeprefix("megatron.bridge.") in self._real:
+            file = self._bridge.joinpath(*parts[2:]).with_suffix(".py")
+            return importlib.util.spec_from_file_location(name, file)
         of_bridge = parts[:2] == ["megatron", "bridge"] and len(parts) > 2 and parts[2] not in REAL
         if of_bridge or parts[0] in self._absent:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -219,8 +223,13 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing to run."""
 
 
-def _prepare(bridge: Path) -> None:
-    """Make recipes importable."""
+def prepare(bridge: Path, real: Sequence[str] = ()) -> None:
+    """Make recipes importable.
+
+    Args:
+        bridge: The folder `megatron/bridge` of the installed wheel.
+        real: Modules of it that get no stand-in, beside `REAL`.
+    """
     for name in (
         "megatron.training.training",
         "megatron.core.full_cuda_graph",
@@ -231,7 +240,7 @@ def _prepare(bridge: Path) -> None:
         package.__path__ = [str(bridge.joinpath(*name.split(".")[2:]))]
         sys.modules[name] = package
     vars(sys.modules["megatron.bridge"]).update(AutoBridge=FromHub)
-    sys.meta_path.insert(0, _StandIns())
+    sys.meta_path.insert(0, _StandIns(bridge, real))
     settings: Any = importlib.import_module("megatron.bridge.training.config")
     settings.GPTDatasetConfig = settings.MockGPTDatasetConfig = Kept
     # The wheel lacks the file that some read: which layers are cast is not judged here.

@@ -71,7 +71,7 @@ def prepare() -> None:
     """Make Bridge's training modules importable."""
     for name in CORE:  # with what is absent, which it expects
         importlib.import_module(name)
-    (folder,) = {Path(str(file.locate())).parents[0] for file in _files() if str(file) == "megatron/bridge/__init__.py"}
+    folder = folder_of_wheel()
     ABSENT.difference_update(name for name in set(ABSENT) if _is_installed(name))
     for name in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.utils"):
         # Not run: these import all models.
@@ -81,8 +81,11 @@ def prepare() -> None:
     sys.meta_path.insert(0, StandIns())
 
 
-def _files() -> Sequence[Any]:
-    return importlib.metadata.files("megatron-bridge") or []
+def folder_of_wheel() -> Path:
+    """Where its package is, the folder `megatron/bridge`."""
+    files = importlib.metadata.files("megatron-bridge") or []
+    (folder,) = {Path(str(file.locate())).parent for file in files if str(file) == "megatron/bridge/__init__.py"}
+    return folder
 
 
 def _is_installed(name: str) -> bool:

@@ -103,7 +103,8 @@ ROWS = {
         " strategies types",
         "megatron.core torch",
     ),
-    f"{ENGINE}.bridge": Row("config errors features manager megatron_state ports", "megatron.core"),
+    f"{ENGINE}.bridge_survivors": Row("in_place recovery replay runtime standby", "megatron.core torch"),
+    f"{ENGINE}.bridge": Row("bridge_survivors config errors features manager megatron_state ports", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),

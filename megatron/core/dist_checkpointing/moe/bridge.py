@@ -40,6 +40,7 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from . import features
+from .bridge_survivors import BridgeSurvivors
 from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
 from .manager import MoECheckpointManager
@@ -88,7 +89,8 @@ def protected[**Given, Returned](
         if other not in (None, name):
             raise UsageError(f"checkpoint.custom_manager_class is {other}, and there can be only one: leave it unset")
         config.checkpoint.custom_manager_class = name
-        with (run or _Run(_settings_of(config.checkpoint))).current():
+        current = run or _Run(_settings_of(config.checkpoint))
+        with current.current(), current.survivors.building(config):
             return pretrain(*given, **named)
 
     return protected_pretrain
@@ -108,6 +110,7 @@ class BridgeCheckpointManager:
         self._manager: MoECheckpointManager | None = None
         self._random: Mapping[str, memoryview] | None = None
         self._iterations = 0
+        self._loaded_with: Any = None
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
@@ -119,7 +122,24 @@ class BridgeCheckpointManager:
         state, cfg = ctx.state, ctx.state.cfg
         if sentences := "; ".join(refusals(cfg, ctx)):
             raise UsageError(sentences)
-        self._iterations, loaded = cfg.train.train_iters, False
+        self._loaded_with = ctx
+        with self._run.survivors.together():
+            self._bring_back(ctx)
+        assert self._manager is not None
+        return self._manager.iteration, state.train_state.floating_point_operations_so_far
+
+    def load_again(self) -> None:
+        """As `load` did it, after a fault that this process has outlived."""
+        self.load(self._loaded_with)
+
+    def left_with(self, error: Exception) -> tuple[Exception, MoECheckpointManager | None]:
+        """End protection, which puts aside what is whole, after an error: what to raise, and what has protected."""
+        manager, self._manager = self._manager, None
+        return self._run.left_with(error), manager
+
+    def _bring_back(self, ctx: Any) -> None:
+        state, cfg = ctx.state, ctx.state.cfg
+        self._iterations, self._random, loaded = cfg.train.train_iters, None, False
         manager = MoECheckpointManager(
             ctx.model,
             ctx.optimizer,
@@ -130,6 +150,7 @@ class BridgeCheckpointManager:
             micro_batch_size=cfg.train.micro_batch_size,
             seq_length=cfg.model.seq_length,
             state=_BridgeCounts(state),
+            timestamps=self._run.survivors.marks,
         )
 
         def load_dense() -> int:
@@ -146,7 +167,6 @@ class BridgeCheckpointManager:
             update_num_microbatches(state.train_state.consumed_train_samples)
         self._manager = manager
         self._run.protect(manager)
-        return manager.iteration, state.train_state.floating_point_operations_so_far
 
     def save(self, ctx: Any, callback_manager: Any) -> None:
         """Save a dense checkpoint as Bridge does.
@@ -252,6 +272,7 @@ class _Run:
         if sentences := "; ".join(features.refusals(features.Loop.BRIDGE, settings)):
             raise UsageError(sentences)
         self.settings, self._running = settings, contextlib.ExitStack()
+        self.survivors = BridgeSurvivors(settings.timeout_s)
         self._owns_errors = False
 
     @contextlib.contextmanager
@@ -269,6 +290,14 @@ class _Run:
         """From here on an error out of the block is one of protected training."""
         if self._owns_errors:
             self._running.enter_context(manager.run())
+
+    def left_with(self, error: Exception) -> Exception:
+        """End protection with this error, which may become another one."""
+        try:
+            self._running.__exit__(type(error), error, error.__traceback__)
+        except Exception as other:
+            return other
+        return error
 
 
 _CURRENT: ContextVar[_Run | None] = ContextVar("protected run", default=None)

@@ -77,6 +77,8 @@ class Feature:
 
 
 _STOCK, _BRIDGE = "tests/stock/test_stock_", "tests/process/test_bridge.py::"
+_RECIPE = "tests/process/test_bridge_recipes.py::"
+_RECIPE_KILLED = f"{_RECIPE}test_a_killed_recipe_that_predicts_further_tokens_with_muon_ends_as_the_undisturbed_one"
 _KILLED = f"{_STOCK}recovery.py::test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit"
 _BRIDGE_KILLED = f"{_BRIDGE}test_after_a_kill_every_loss_and_every_count_is_that_of_the_unprotected_loop"
 _OWN_KILLED = (
@@ -117,7 +119,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "ranks that stay, with standbys",
         Works(f"{_STOCK}in_place.py::test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equal"),
-        Absent("all ranks start from standbys"),
+        Works(f"{_RECIPE}test_the_survivor_of_a_kill_keeps_its_process_in_the_loop_of_bridge_and_every_bit_is_equal"),
         _UNTESTED,
     ),
     Feature(
@@ -319,13 +321,13 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "multi-token prediction",
         Works(f"{_STOCK}mtp.py::test_a_killed_job_that_predicts_further_tokens_ends_as_the_undisturbed_one"),
-        _UNTESTED,
+        Works(_RECIPE_KILLED),
         Works(_TREES),
     ),
     Feature(
         "Muon, also layer-wise",
         Works(f"{_STOCK}muon.py::test_a_killed_job_with_muon_ends_as_the_undisturbed_one_to_the_last_bit"),
-        _UNTESTED,
+        Works(_RECIPE_KILLED),
         _UNTESTED,
     ),
     Feature(
