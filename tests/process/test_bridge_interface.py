@@ -83,6 +83,12 @@ def test_bridge_asks_the_manager_to_load_where_it_knows_of_no_checkpoint(wheel: 
 
 
 def test_functions_that_the_adapter_calls_have_their_parameters(wheel: Any) -> None:
+    loop = importlib.import_module("megatron.bridge.training.pretrain")
+    assert vars(loop)["train"] is wheel.train.train
+    initialize = vars(importlib.import_module("megatron.bridge.training.initialize"))
+    assert {"_initialize_distributed", "_initialize_tp_communicators", "init_rerun_state"} <= initialize.keys()
+    kept = {"model", "optimizer", "global_state", "checkpoint_manager"}
+    assert kept <= inspect.signature(wheel.train.train).parameters.keys()
     functions = {
         wheel.should_load: ["cfg", "checkpoint_manager"],
         wheel.resolve: ["load_dir", "ckpt_step_override"],
