@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,12 +59,21 @@ def capturing(graph: Graph, **_of_core: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def whole_iterations() -> Iterator[None]:
     """`--cuda-graph-impl full_iteration` works in this process."""
-    from megatron.core import full_cuda_graph
+    from megatron.core import full_cuda_graph, tensor_parallel
+
+    seed = tensor_parallel.model_parallel_cuda_manual_seed
+
+    def seeded(*given: Any, **named: Any) -> None:
+        """Without generators that graphs could refer to, which only CUDA has."""
+        bound = inspect.signature(seed).bind(*given, **named)
+        bound.arguments["use_cudagraphable_rng"] = False
+        seed(*bound.args, **bound.kwargs)
 
     places = {"CUDAGraph": Graph, "graph": capturing, "graph_pool_handle": lambda: (0, 1)}
     with contextlib.ExitStack() as stack:
         for name, value in places.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed", seeded))
         stack.enter_context(mock.patch.object(full_cuda_graph, "get_all_rng_states", dict))
         yield
 
