@@ -203,7 +203,7 @@ def _drawn(curve: Curve, points: Sequence[tuple[float, float]], frame: _Frame) -
     if curve.dots:
         return f'<path class="dots s{curve.color}" d="{"".join(f"M{x} {y}h0" for x, y in places)}"/>'
     unknown = [x for x, y in curve.points if math.isnan(y)]
-    line, before = "", None
+    line, before = "", -1
     for (x, y), (at, _) in zip(places, points, strict=True):
         gap = bisect(unknown, at)
         if gap != before:
