@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,11 +23,11 @@ from megatron.core import timers
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.utils import get_model_config
 
+from .core_versions.training import replaced
 from .in_place.building import own_build, rehearsed
 from .in_place.datasets import Datasets, become, survivors_facts, tell
-from .in_place.process_restart import AbandonedManager, InProcessRestart, needs_fresh_process, unless_called_off
+from .in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from .recovery.timeline import Milestone, Timestamps
-from .replay.patches import replaced
 from .runtime.nccl_settings import process_group_backend
 from .runtime.opening import RECOVERY_PATIENCE
 from .runtime.watcher import watched_start
@@ -62,16 +62,6 @@ def why_not(cfg: Any) -> str | None:
         if getattr(getattr(cfg, section, None), name, False):
             return f"{section}.{name}: {reason}"
     return needs_fresh_process(getattr(cfg.model, "transformer", None) or cfg.model)
-
-
-class Recovering(Protocol):
-    """The checkpoint manager that Bridge's `train` is given."""
-
-    def left_with(self, error: Exception) -> tuple[Exception, AbandonedManager | None]:
-        """End protection after an error: what to raise, and what protected training."""
-
-    def load_again(self) -> None:
-        """Bring training to the newest usable state, with the objects of the first load."""
 
 
 class BridgeSurvivors:
