@@ -1,4 +1,4 @@
-"""Which nodes of those that wait get a place in a job: whole allocation units, and nodes with copies in memory first.
+"""Which waiting nodes get a place in a job: whole allocation units, and nodes with copies in memory first.
 
 An allocation unit is what a scheduler hands out and a failure takes along as one: a rack, an NVLink domain.
 """
@@ -41,8 +41,8 @@ class Candidate:
 def whole_units(line: Sequence[Candidate], places: int, unit_nodes: int) -> list[Candidate]:
     """Those that get a place as parts of whole units, units in the order of preference.
 
-    Units that have begun to join come first, then those that trained last, then those that came first. A unit with more
-    nodes than it takes gives the first of them in that order.
+    Units that have begun to join are first, then the ones that trained last, then the ones that came first. A unit
+    with more nodes than it takes gives the first of them in that order.
 
     Args:
         line: All that are alive, in the order in which they came.

@@ -82,7 +82,7 @@ ROWS = {
         f"{VALUES} extensions policy ports replication snapshot local_recovery", "megatron.core torch"
     ),
     f"{ENGINE}.extensions.capacity_boost": Row(
-        "extensions extensions.lossy types megatron_state", "megatron.core torch"
+        "core_versions errors extensions extensions.lossy types megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.extensions.elastic": Row("config errors standby", "torch"),
     f"{ENGINE}.extensions.gradient_replicas": Row(
@@ -99,11 +99,11 @@ ROWS = {
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
     f"{ENGINE}.preconditions": Row("config contradictions errors features runtime", "megatron.core torch"),
     f"{ENGINE}.manager": Row(
-        "config errors in_place local_recovery megatron_state preconditions recovery runtime standby"
+        "config core_versions errors in_place local_recovery megatron_state preconditions recovery runtime standby"
         " strategies types",
         "megatron.core torch",
     ),
-    f"{ENGINE}.bridge_survivors": Row("in_place recovery replay runtime standby", "megatron.core torch"),
+    f"{ENGINE}.bridge_survivors": Row("core_versions in_place recovery runtime standby", "megatron.core torch"),
     f"{ENGINE}.bridge": Row("bridge_survivors config errors features manager megatron_state ports", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.
@@ -160,7 +160,7 @@ ROWS = {
     "benchmarks": Row(
         "types ports policy storage replication megatron_state replay recovery snapshot runtime strategies config"
         " boot_clock",
-        "megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch",
+        "lm_resiliency megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch",
         "hugging_face simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
@@ -304,13 +304,14 @@ def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
         assert not [test for test in tests if "session is" in test], name
 
 
-PRIVATE_ACCESSES = 103
+PRIVATE_ACCESSES = 109
 """Of tests, mostly hooks that change a running job from within; lower it when one goes. Two came with the probes of a
 rank that is slow to accept, and one with the state of a rendezvous that is cut off: neither shows anywhere else.
 Two are of the job with standbys, whose ranks say where their weights lie; two of a GPU that spins as torch aborts. Ten
 take a wait out of the code, or ask the device as a survivor does: on the asynchronous device they must show. Five give
 a recovery drawn inventories, and ask what it takes of them. Nine are of waits of a start that time out, and of buffers
-of DeepEP and graphs, which their packages keep to themselves."""
+of DeepEP and graphs, which their packages keep to themselves. Six play captures of CUDA graphs, and records of what
+stages sent."""
 
 
 def test_tests_reach_into_privates_nowhere_new() -> None:

@@ -191,7 +191,7 @@ class BridgeSurvivors:
         """Let data iterators read on from where training was brought back to."""
         if self._given_data:
             facts = _facts(state)
-            with rehearsed():  # those that come are answered, too
+            with rehearsed():  # replacements are answered, too
                 become(self._iterators, self._set_up(**{**self._given_data, "train_state": state.train_state}))
             vars(state.train_state).update(facts)
 

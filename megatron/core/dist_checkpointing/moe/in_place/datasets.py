@@ -24,7 +24,7 @@ class Datasets:
         self.is_distributed = getattr(provider, "is_distributed", False)
 
     def __call__(self, *sizes: Any, **options: Any) -> Any:
-        # By what is asked for: a loop that asks for other sizes after a fault gets them.
+        # By sizes asked for: a loop that asks for other sizes after a fault gets them.
         asked_for = repr((sizes, options))
         if asked_for not in self._given:
             self._given = {asked_for: self._provider(*sizes, **options)}
@@ -49,7 +49,7 @@ def become(old: Any, new: Any) -> None:
 
 def tell(facts: dict[str, Any]) -> None:
     """For survivors: what all ranks agreed on when data were built."""
-    # The store of this attempt, which those that come have, too; no collective works for them yet.
+    # The store of this attempt, which replacements have, too; no collective works for them yet.
     _get_default_store().set(_TOLD, json.dumps(facts))
 
 

@@ -4,7 +4,7 @@ Each is a context manager that sets attributes of instances, and `graphs_off` al
 Megatron-Core 0.17.1 to 0.19.2: `core_versions/seams.py` lists the names, `tests/unit/moe/test_frozen_upstream.py`
 compares the source of all that is relied on here with what was read.
 
-    graphs_off         what is captured as CUDA graphs runs eagerly
+    graphs_off         modules captured as CUDA graphs run eagerly
     overlap_off        gradients are reduced after the backward pass, weights gathered after the step
     weights_frozen     no gradients of frozen weights are computed, accumulated or reduced
     journaled_step     the optimizer steps active parameters only, with the norm and the verdict of the journal

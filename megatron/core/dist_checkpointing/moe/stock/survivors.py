@@ -284,7 +284,7 @@ class Survivors:
     def renew_data(self) -> None:
         """Let data iterators read on from where training was brought back to."""
         facts = self._data.facts()
-        with rehearsed():  # those that come are answered, too
+        with rehearsed():  # replacements are answered, too
             self._data.renew()
         self._data.set_facts(facts)
 
