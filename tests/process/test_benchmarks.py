@@ -58,6 +58,14 @@ def test_the_thread_that_trains_takes_no_longer_in_an_iteration_than_is_allowed(
 
 
 @pytest.mark.ci
+def test_what_connecting_again_takes_is_measured_in_rounds() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "reconnection.py"), "--ranks", "4"]
+    ended = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "sockets of a rank: " in ended.stdout and "CPU of a rank" in ended.stdout
+
+
+@pytest.mark.ci
 def test_a_rank_of_512_takes_no_more_of_a_recovery_than_it_may() -> None:
     code = "import control_plane, json; print(json.dumps(control_plane.job(512, 5)))"
     command = [sys.executable, "-W", "ignore", "-c", code]

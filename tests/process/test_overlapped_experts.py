@@ -34,22 +34,24 @@ def test_a_killed_job_with_interleaved_stages_ends_as_one_without_overlap_and_fa
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("layout", "model"),
+    ("layout", "model", "recovery"),
     [
-        pytest.param(INTERLEAVED, DELAYED, id="interleaved, delayed"),
-        pytest.param(INTERLEAVED, OVERLAP, id="interleaved", marks=pytest.mark.full),
-        pytest.param(PAIR, DELAYED, id="one stage, delayed", marks=pytest.mark.full),
-        pytest.param(PAIR, OVERLAP, id="one stage", marks=pytest.mark.full),
+        pytest.param(INTERLEAVED, DELAYED, "global", id="interleaved, delayed"),
+        pytest.param(INTERLEAVED, DELAYED, "auto", id="stage alone, delayed", marks=pytest.mark.full),
+        pytest.param(INTERLEAVED, OVERLAP, "global", id="interleaved", marks=pytest.mark.full),
+        pytest.param(PAIR, DELAYED, "global", id="one stage, delayed", marks=pytest.mark.full),
+        pytest.param(PAIR, OVERLAP, "global", id="one stage", marks=pytest.mark.full),
     ],
 )
 def test_a_replay_runs_the_schedule_of_training_with_operators_frozen(
     layout: Layout,
     model: tuple[str, ...],
+    recovery: str,
     undisturbed: Callable[[Case], Run],  # noqa: F811
     engine_cluster: Cluster,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    case, folder = Case(layout, (*ENGINE, *model)), tmp_path / "killed"
+    case, folder = Case(layout, (*ENGINE, *model), recovery=recovery), tmp_path / "killed"
     run = sparse_runs.killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
     assert_replayed(run, int(case.window))
     assert not differences(run, undisturbed(case), layout.ranks)
