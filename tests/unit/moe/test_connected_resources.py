@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.in_place import connected_resources, process_groups
+from megatron.core.dist_checkpointing.moe.in_place import connected_resources, datasets, process_groups
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
 from megatron.core.dist_checkpointing.moe.in_place.connected_resources import flex_backend, release, unreleasable
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
@@ -290,7 +290,7 @@ def test_buffers_of_tensor_parallelism_are_destroyed_before_groups_go_and_made_b
     monkeypatch.setattr(initialize, "_initialize_distributed", lambda: calls.append("connected"))
     stays = survivors.Survivors(SimpleNamespace(get_args=lambda: facts), "0.19.2")
     monkeypatch.setattr(survivors, "KeptGlobals", lambda *_: SimpleNamespace(as_before_training=lambda: None))
-    monkeypatch.setattr(survivors, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(datasets, "_get_default_store", dist.HashStore)
     connects, overlaps = "_initialize_distributed", "_initialize_tp_communicators"
     with stays.building():
         getattr(initialize, connects)()

@@ -44,10 +44,14 @@ class Noting(Session):
 
     protects = True
 
-    def __init__(self, replayed: int = 0, *, recovers: bool = False) -> None:
+    def __init__(self, replayed: int = 0, *, recovers: bool = False, communicator: Any = None) -> None:
         self.calls: list[Any] = []
         super().__init__()
-        self.replayed, self.recovers = replayed, recovers
+        self.replayed, self.recovers, self.through = replayed, recovers, communicator
+
+    @property
+    def communicator(self) -> Any:
+        return self.through
 
     @property
     def is_replaying(self) -> bool:  # type: ignore[override]
@@ -118,7 +122,7 @@ def test_three_calls_are_enough_and_come_in_the_order_that_a_session_needs() -> 
 def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_the_session() -> None:
     import torch
 
-    loop = Loop(replays=True)
+    loop = Loop(Noting(communicator="logs"), replays=True)
     with loop.hooks.forward_backward():
         loop.config.finalize_model_grads_func([], torch.tensor(96))
     loop.hooks.loss = 3.0
@@ -127,8 +131,8 @@ def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_
     assert (loss, int(tokens)) == (3.0, 96)
 
 
-def test_passes_run_no_code_of_protection_where_nothing_replays_since_a_graph_would_capture_it() -> None:
-    loop = Loop()
+def test_passes_run_no_code_of_protection_where_no_stage_replays_alone_since_a_graph_would_capture_it() -> None:
+    loop = Loop(replays=True)
     finalize = loop.config.finalize_model_grads_func
     with loop.hooks.forward_backward():
         assert loop.config.finalize_model_grads_func is finalize
@@ -158,7 +162,7 @@ def test_no_number_of_a_step_is_read_from_the_device_while_training_could_contin
     def made(value: float) -> torch.Tensor:
         return torch.tensor(value).as_subclass(Made)
 
-    loop = Loop(replays=True)
+    loop = Loop(Noting(communicator="logs"), replays=True)
     loop.optimizer.norm = made(0.25)
     with loop.hooks.forward_backward():
         loop.config.finalize_model_grads_func([], made(96))

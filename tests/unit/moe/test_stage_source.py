@@ -77,6 +77,7 @@ def communicator(**changes: Any) -> BoundaryCommunicator:
     return BoundaryCommunicator(torch.distributed.group.WORLD, SimpleNamespace(**config | changes))
 
 
+@pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize(("impl", "is_static"), [("transformer_engine", True), ("local", True), ("none", False)])
 def test_what_a_graph_sends_is_logged_from_a_copy_as_a_later_microbatch_writes_to_its_memory(
     impl: str, is_static: bool
