@@ -62,7 +62,8 @@ def run(folder: Path, launcher: list[str], moe_ckpt: dict[str, object], **enviro
     restarts = "2" if "inject_fault" in moe_ckpt else "0"
     command = [sys.executable, "-m", *launcher, *launch, restarts, str(JOB), RECIPE, str(overrides), str(records)]
     path = os.pathsep.join(str(ROOT / name) for name in ("tools", "tests/process", "tests/stock", ""))
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
+    # As the page says: else torch gives restarted ranks the addresses of dead ones.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environment
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
