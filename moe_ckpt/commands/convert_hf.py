@@ -64,6 +64,8 @@ def from_hugging_face(source: Path, out: Path) -> tuple[str, dict[str, Any]]:
     except OSError as error:
         raise _unwritable(error, out) from error
     said = f"{target} holds the weights; train on with --load {out} {' '.join(flags(arguments))}"
+    if arguments["multi_latent_attention"] and arguments["q_lora_rank"] is None:
+        said += "; under Megatron-Core 0.17 or 0.18: without --q-lora-rank 0.19 has a second norm before the queries"
     return said, {"checkpoint": str(target), "flags": flags(arguments)}
 
 

@@ -46,9 +46,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """The config of a model of this family; changes: of its keys."""
+    return {"model_type": family} | _COMMON | CONFIGS[family] | changes
+
+
 def folder_of(family: str, folder: Path, **changes: Any) -> Path:
     """Writes a model of this family with weights in bf16, biases of experts in fp32; changes: of its config."""
-    config = {"model_type": family} | _COMMON | CONFIGS[family] | changes
+    config = config_of(family, **changes)
     draw = torch.Generator().manual_seed(4)
     weights = list(read_model(Config(config, family)).weights())
     parts = [part for weight in weights for part in weight.parts]

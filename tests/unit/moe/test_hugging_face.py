@@ -19,7 +19,9 @@ from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME as SUMS
 from moe_ckpt.dense.integrity import seal
-from moe_ckpt.hugging_face.folder import safetensors, sharding
+from moe_ckpt.hugging_face.families import read_model
+from moe_ckpt.hugging_face.folder import read_config, safetensors, sharding
+from moe_ckpt.hugging_face.saved import places
 from moe_ckpt.hugging_face.weights import GroupedHeads, Rows, Vocabulary
 
 WEIGHTS = "model.safetensors"
@@ -39,6 +41,15 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def change_arguments(release: Path, **changes: Any) -> None:
+    """Gives a checkpoint other recorded arguments of Megatron."""
+    common = torch.load(release / "common.pt", weights_only=False)
+    vars(common["args"]).update(changes)
+    torch.save(common, release / "common.pt")
+    (release / SUMS).unlink()
+    seal(release)
 
 
 def pickled(folder: Path) -> None:
@@ -218,6 +229,46 @@ def test_a_layer_ahead_with_an_embedding_of_its_own_is_refused_by_name(tmp_path:
     assert not list((tmp_path / "in").glob("release"))
 
 
+LITE = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 6, "q_lora_rank": None, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                     "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+"""What DeepSeek-V2-Lite publishes of attention and router, with small sizes."""
+
+
+def test_deepseek_v2_lite_has_one_projection_of_queries_and_comes_back_also_without_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of("deepseek_v2", tmp_path / "folder", **LITE)
+    convert("--from", "hf", folder, tmp_path / "in")
+    said = capsys.readouterr().out
+    assert "--q-lora-rank None" not in said
+    assert "under Megatron-Core 0.17 or 0.18: without --q-lora-rank 0.19 has a second norm" in said
+    names = {name for name in open_dense(tmp_path / "in").tensors if "linear_q" in name}
+    assert {name.rpartition(".self_attention.")[2] for name in names} == {"linear_q_proj.weight"}
+    shutil.rmtree(tmp_path / "in" / "hugging_face")
+    change_arguments(tmp_path / "in" / "release", max_position_embeddings=64)
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    found, expected = (load_file(at / WEIGHTS) for at in (tmp_path / "back", folder))
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["q_lora_rank"] is None and config["rope_scaling"] == LITE["rope_scaling"]
+
+
+def test_a_second_norm_before_the_queries_is_refused_with_its_reason(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v2", tmp_path / "folder", first_k_dense_replace=0, **LITE)
+    convert("--from", "hf", folder, tmp_path / "in")
+    checkpoint = open_dense(tmp_path / "in")
+    norm = "decoder.layers.self_attention.linear_q_proj.layer_norm_weight"
+    checkpoint.tensors[norm] = checkpoint.tensors["decoder.layers.input_layernorm.weight"]
+    with pytest.raises(UsageError, match=f"{norm}, a second norm before the queries, as Megatron-Core 0.19 has"):
+        places(checkpoint, read_model(read_config(folder)).weights())
+
+
 def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arguments_that_differ(
     tmp_path: Path,
 ) -> None:
@@ -232,12 +283,7 @@ def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arg
 def test_a_checkpoint_that_no_family_computes_is_refused_with_the_argument_that_differs(tmp_path: Path) -> None:
     convert("--from", "hf", folder_of("mixtral", tmp_path / "folder"), tmp_path / "in")
     shutil.rmtree(tmp_path / "in" / "hugging_face")
-    release = tmp_path / "in" / "release"
-    common = torch.load(release / "common.pt", weights_only=False)
-    common["args"].normalization, common["args"].max_position_embeddings = "LayerNorm", 64
-    torch.save(common, release / "common.pt")
-    (release / SUMS).unlink()
-    seal(release)
+    change_arguments(tmp_path / "in" / "release", normalization="LayerNorm", max_position_embeddings=64)
     with pytest.raises(UsageError, match="normalization is LayerNorm, not RMSNorm"):
         convert("--to", "hf", tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
