@@ -55,6 +55,12 @@ _DEFAULTS: dict[str, Any] = {
     "multi_latent_attention": False,
     "rope_type": "yarn",
     "original_max_position_embeddings": 4096,  # for which Megatron-LM has no flag
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
     "qk_layernorm": False,
     "mtp_num_layers": 0,
 }

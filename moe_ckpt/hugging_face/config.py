@@ -55,13 +55,6 @@ class Config:
         found["rope_type"] = found.get("rope_type", found.get("type", "default"))
         return found
 
-    def rotary_base(self) -> int:
-        """Of rotary embeddings that are not scaled. Raises UsageError for others."""
-        rope = self.rope()
-        if rope["rope_type"] != "default":
-            raise UsageError(f"{self.place}: rotary embeddings of type {rope['rope_type']!r} cannot be converted")
-        return base_of(rope, self.place)
-
 
 def base_of(rope: Mapping[str, Any], place: str) -> int:
     """The base of rotary embeddings, which is a whole number in Megatron. Raises UsageError.

@@ -206,7 +206,10 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return [text for name, value in arguments.items() for text in _flag(name, value)]
 
 
-_SWITCHES = {"add_bias_linear": ("--disable-bias-linear", False)}
+_SWITCHES = {
+    "add_bias_linear": ("--disable-bias-linear", False),
+    "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", False),
+}
 _LEFT_OUT = {"moe_shared_expert_intermediate_size": 0, "mtp_num_layers": 0, "original_max_position_embeddings": 4096}
 _NOT_FLAGS = ("moe_shared_expert_gate",)
 

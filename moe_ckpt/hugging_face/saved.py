@@ -49,8 +49,8 @@ def places(checkpoint: DenseCheckpoint, weights: Iterable[Weight]) -> dict[Weigh
     second = [name for name in extra if name.endswith("self_attention.linear_q_proj.layer_norm_weight")]
     if second:
         raise UsageError(
-            f"{checkpoint.directory} has {second[0]}, a second norm before the queries, as Megatron-Core 0.19 has without"
-            " --q-lora-rank, and no model of Hugging Face; train such models with 0.17 or 0.18"
+            f"{checkpoint.directory} has {second[0]}, a second norm before the queries, as Megatron-Core 0.19 has"
+            " without --q-lora-rank, and no model of Hugging Face; train such models with 0.17 or 0.18"
         )
     for problem, names in (("has no", missing), ("has another shape:", wrong), ("has, and no such model has,", extra)):
         if names and not (problem.endswith("has,") and (missing or wrong)):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arguments import COMMON, resolved
 from ..config import Config
+from ..rotary import rotary, rotary_config
 from ..weights import Weight
 from .deepseek_v3 import mixture, mixture_config, mixture_weights, router_groups
 from .layers import attention
@@ -22,7 +23,7 @@ def arguments(config: Config) -> dict[str, Any]:
     return COMMON | router_groups(config) | mixture(config) | {
         "num_query_groups": config.number("num_key_value_heads", heads),
         "kv_channels": config.number("head_dim", config.number("hidden_size") // heads),
-        "rotary_base": config.rotary_base(),
+        **rotary(config, float(rotated)),
         "rotary_percent": float(rotated),
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
@@ -39,6 +40,7 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": values["num_query_groups"],
         "partial_rotary_factor": values["rotary_percent"],
         "use_qk_norm": values["qk_layernorm"],
+        **rotary_config(saved),
     }
 
 

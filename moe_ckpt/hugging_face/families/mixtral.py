@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arguments import COMMON, resolved
 from ..config import Config
+from ..rotary import rotary, rotary_config
 from ..weights import Weight
 from .layers import attention, ends, norm_before_mlp, routed_experts
 
@@ -26,7 +27,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "num_query_groups": config.number("num_key_value_heads", heads),
         "kv_channels": config.number("head_dim", config.number("hidden_size") // heads),
         "norm_epsilon": config.get("rms_norm_eps", 1e-5),
-        "rotary_base": config.rotary_base(),
+        **rotary(config),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "qk_layernorm": False,
         "multi_latent_attention": False,
@@ -44,7 +45,7 @@ def arguments(config: Config) -> dict[str, Any]:
 
 
 def config(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` for Megatron's arguments, without the vocabulary and the dtype."""
+    """`config.json` for Megatron's arguments, without the vocabulary and the dtype. Raises UsageError."""
     values = resolved(saved)
     return {
         "hidden_act": "silu",
@@ -58,7 +59,7 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": values["moe_router_topk"],
         "num_local_experts": values["num_experts"],
         "rms_norm_eps": values["norm_epsilon"],
-        "rope_theta": float(values["rotary_base"]),
+        **rotary_config(saved),
         "sliding_window": None,
         "tie_word_embeddings": not values["untie_embeddings_and_output_weights"],
     }

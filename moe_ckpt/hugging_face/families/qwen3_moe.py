@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arguments import COMMON, layer_pattern, moe_layers, resolved
 from ..config import Config
+from ..rotary import rotary, rotary_config
 from ..weights import Weight
 from .layers import LLAMA_NAMES, attention, ends, gated_mlp, norm_before_mlp, routed_experts
 
@@ -29,7 +30,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "kv_channels": config.number("head_dim", config.number("hidden_size") // heads),
         "ffn_hidden_size": config.number("intermediate_size"),
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "rotary_base": config.rotary_base(),
+        **rotary(config),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "qk_layernorm": True,
         "multi_latent_attention": False,
@@ -48,7 +49,7 @@ def arguments(config: Config) -> dict[str, Any]:
 
 
 def config(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` for Megatron's arguments, without the vocabulary and the dtype."""
+    """`config.json` for Megatron's arguments, without the vocabulary and the dtype. Raises UsageError."""
     values = resolved(saved)
     return {
         "attention_bias": False,
@@ -67,7 +68,7 @@ def config(saved: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": values["num_layers"],
         "num_key_value_heads": values["num_query_groups"],
         "rms_norm_eps": values["norm_epsilon"],
-        "rope_theta": float(values["rotary_base"]),
+        **rotary_config(saved),
         "tie_word_embeddings": not values["untie_embeddings_and_output_weights"],
         "use_sliding_window": False,
     }

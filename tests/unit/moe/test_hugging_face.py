@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from examples_of_folders import CONFIGS, folder_of
+from examples_of_folders import CONFIGS, config_of, folder_of
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from moe_ckpt.commands.convert_hf import from_hugging_face
 from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME as SUMS
 from moe_ckpt.dense.integrity import seal
-from moe_ckpt.hugging_face.families import read_model
+from moe_ckpt.hugging_face.config import Config
+from moe_ckpt.hugging_face.families import read_model, written_config
 from moe_ckpt.hugging_face.folder import read_config, safetensors, sharding
 from moe_ckpt.hugging_face.saved import places
 from moe_ckpt.hugging_face.weights import GroupedHeads, Rows, Vocabulary
@@ -257,6 +261,64 @@ def test_deepseek_v2_lite_has_one_projection_of_queries_and_comes_back_also_with
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["q_lora_rank"] is None and config["rope_scaling"] == LITE["rope_scaling"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}),
+        ({"beta_fast": 16, "beta_slow": 2, "truncate": False}, {}),
+        ({"mscale": 0.8, "mscale_all_dim": 0.4, "beta_fast": 64, "beta_slow": 1, "truncate": True}, {}),
+    ],
+)
+def test_yarn_outside_of_latent_attention_becomes_flags_and_comes_back_without_the_config(
+    family: str, more: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = YARN | more
+    folder = folder_of(family, tmp_path / "folder", rope_parameters=rope | {"rope_theta": 5000.0})
+    flags = from_hugging_face(folder, tmp_path / "in")[1]["flags"]
+    given = dict(pairwise(flags))
+    assert given["--position-embedding-type"] == "yarn" and given["--rotary-base"] == "5000"
+    assert given["--rotary-scaling-factor"] == "4.0" and given["--yarn-original-max-position-embeddings"] == "32"
+    assert ("--no-yarn-correction-range-round-to-int" in flags) is (more.get("truncate") is False)
+    shutil.rmtree(tmp_path / "in" / "hugging_face")
+    change_arguments(tmp_path / "in" / "release", max_position_embeddings=128)
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["rope_scaling"] == rope | expected and config["rope_theta"] == 5000.0
+    found, wanted = (load_file(at / WEIGHTS) for at in (tmp_path / "back", folder))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "said"),
+    [
+        (
+            "mixtral",
+            YARN | {"attention_factor": 2.0},
+            "attention_factor 2.0 cannot be converted: Megatron computes 1.13",
+        ),
+        ("qwen3_moe", {"type": "yarn", "factor": 4.0}, "rope_scaling has no original_max_position_embeddings"),
+        ("glm4_moe", YARN, "of type 'yarn' of 0.5 of each head cannot be converted"),
+        ("mixtral", {"type": "linear", "factor": 4.0}, "of type 'linear' cannot be converted"),
+    ],
+)
+def test_rotary_embeddings_that_megatron_does_not_compute_are_refused_by_name(
+    family: str, rope: dict[str, Any], said: str
+) -> None:
+    config = config_of(family, rope_scaling=rope, rope_parameters=None)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        read_model(Config(config, family))
+
+
+def test_an_export_refuses_a_scale_of_yarn_that_transformers_would_ignore() -> None:
+    arguments = read_model(Config(config_of("mixtral", rope_scaling=YARN), "mixtral")).arguments
+    with pytest.raises(UsageError, match=r"--mscale 0\.7 with --mscale-all-dim 0\.0 cannot be converted"):
+        written_config(arguments | {"max_position_embeddings": 64, "mscale": 0.7}, 30, "bfloat16")
 
 
 def test_a_second_norm_before_the_queries_is_refused_with_its_reason(tmp_path: Path) -> None:

@@ -34,3 +34,34 @@ def test_tensors_are_those_of_the_model_that_transformers_makes(family: str) -> 
 def _apart(tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Without routed experts that have a tensor each on one side."""
     return {name: shape for name, shape in tensors.items() if not EXPERTS.search(name)}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "more", [{}, {"beta_fast": 16, "beta_slow": 2, "truncate": False}, {"mscale": 0.8, "mscale_all_dim": 0.4}]
+)
+def test_yarn_stretches_in_megatron_as_in_transformers(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    yarn = pytest.importorskip("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0} | more
+    config = config_of("qwen3_moe", head_dim=16, rope_parameters=rope, max_position_embeddings=2048)
+    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    frequencies, scale = compute(transformers.AutoConfig.for_model(**config), torch.device("cpu"))
+
+    values = read_model(Config(config, "qwen3_moe")).arguments
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    module = yarn.YarnRotaryEmbedding(
+        values["kv_channels"],
+        rotary_base=values["rotary_base"],
+        use_cpu_initialization=True,
+        scaling_factor=values["rotary_scaling_factor"],
+        original_max_position_embeddings=values["yarn_original_max_position_embeddings"],
+        beta_fast=values["yarn_beta_fast"],
+        beta_slow=values["yarn_beta_slow"],
+        mscale=values["mscale"],
+        mscale_all_dim=values["mscale_all_dim"],
+        correction_range_round_to_int=values["yarn_correction_range_round_to_int"],
+    )
+    angles, factor = module.get_emb(2)
+    torch.testing.assert_close(angles[1, 0, 0, : len(frequencies)], frequencies)
+    assert factor == pytest.approx(scale)
