@@ -14,6 +14,11 @@ COMMON = {
     "add_qkv_bias": False,
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "softmax_type": "vanilla",
+    "window_size": None,
 }
 """What all families need."""
 
@@ -37,10 +42,16 @@ def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = default
     if isinstance(found["moe_layer_freq"], list) and all(found["moe_layer_freq"]):
         found["moe_layer_freq"] = 1
+    if found.get("window_size"):
+        found["window_size"] = tuple(found["window_size"])
+        step, layers = found.get("window_attn_skip_freq"), range(1, int(found["num_layers"]) + 1)
+        if not isinstance(step, list):
+            found["window_attn_skip_freq"] = [int(step is None or layer % step != 0) for layer in layers]
     return found
 
 
 _DEFAULTS: dict[str, Any] = {
+    "softmax_type": "vanilla",
     "rotary_percent": 1.0,
     "add_qkv_bias": False,
     "moe_layer_freq": 1,

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .exporting import BESIDE
 from .families import Model, read_model, scale_block
 from .folder import CONFIG, INDEX, Folder, carry, read_config, unquantized, write_json
 from .saved import few
-from .weights import Weight
+from .weights import ExpertsOfLayer, Weight
 
 CHECKPOINT_VERSION = 3.0
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -47,7 +48,8 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
     config = read_config(source)
     model = read_model(config)
     folder = Folder(source, scale_block(config))
-    folder.unfuse(*model.experts)
+    if model.experts is not None:
+        folder.unfuse(*model.experts)
     weights = list(model.weights())
     dtype = _check(folder, weights)
     final, staging = _target(root)
@@ -168,12 +170,13 @@ def _write_extra_states(writer: DenseWriter, model: Model, sizes: tuple[int | No
     place, known = writer.put(content.getvalue()), set()
     for weight in model.weights():
         for name in weight.names:
-            module = re.sub(r"\.(layer_norm_)?weight$|\.(expert_)?bias$", "._extra_state", name)
-            full, leading, index = _stacked(weight, module, *sizes)
-            key = f"{full}/shard_{'.'.join(map(str, index)) or 0}_{'.'.join(map(str, leading)) or 1}"
-            if key not in known:
-                known.add(key)
-                writer.object(key, place)
+            module = re.sub(r"\.(layer_norm_)?weight$|\.(expert_)?bias$|\.softmax_offset$", "._extra_state", name)
+            for expert in range(sizes[1]) if isinstance(weight.form, ExpertsOfLayer) else (weight.expert,):
+                full, leading, index = _stacked(replace(weight, expert=expert), module, *sizes)
+                key = f"{full}/shard_{'.'.join(map(str, index)) or 0}_{'.'.join(map(str, leading)) or 1}"
+                if key not in known:
+                    known.add(key)
+                    writer.object(key, place)
 
 
 def _common(model: Model, dtype: torch.dtype) -> bytes:
@@ -210,7 +213,13 @@ _SWITCHES = {
     "add_bias_linear": ("--disable-bias-linear", False),
     "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", False),
 }
-_LEFT_OUT = {"moe_shared_expert_intermediate_size": 0, "mtp_num_layers": 0, "original_max_position_embeddings": 4096}
+_LEFT_OUT = {
+    "moe_shared_expert_intermediate_size": 0,
+    "mtp_num_layers": 0,
+    "original_max_position_embeddings": 4096,
+    "softmax_type": "vanilla",
+    "glu_linear_offset": 0.0,
+}
 _NOT_FLAGS = ("moe_shared_expert_gate",)
 
 

@@ -91,6 +91,32 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
+class ExpertsOfLayer:
+    """All experts of a layer are one tensor, whose matrices are transposed to Megatron's; or one of their biases.
+
+    gated: Rows of gate and up projection alternate; in Megatron's `linear_fc1` one follows the other.
+    """
+
+    gated: bool = False
+
+    def split(self, joined: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """As `Form.split`; there is one."""
+        if self.gated:
+            joined = joined.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return [joined.transpose(1, -1)]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        joined = parts[0].transpose(1, -1)
+        if self.gated:
+            joined = joined.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return joined.contiguous()
+
+    def fits(self, joined: Shape, shapes: Sequence[Shape]) -> bool:
+        """As `Form.fits`."""
+        return joined == (shapes[0][0], *reversed(shapes[0][1:]))
+
+
+@dataclass(frozen=True)
 class Weight:
     """One tensor of Megatron, and the tensors of Hugging Face with the same numbers.
 

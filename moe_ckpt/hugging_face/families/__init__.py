@@ -11,10 +11,10 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from ..arguments import require_same, resolved
 from ..config import Config
 from ..weights import Weight
-from . import deepseek_v2, deepseek_v3, glm4_moe, mixtral, qwen3_moe
+from . import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from .layers import LLAMA_NAMES
 
-FAMILIES = {family.MODEL_TYPE: family for family in (mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe)}
+FAMILIES = {family.MODEL_TYPE: family for family in (mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss)}
 
 
 class Model:
@@ -23,14 +23,15 @@ class Model:
     Attributes:
         arguments: of Megatron.
         vocabulary: tokens, without padding.
-        experts: module with the experts of a layer, and names of gate, up and down projection, in Hugging Face.
+        experts: module with the experts of a layer, and names of gate, up and down projection, in Hugging Face; None
+            where they have no names of their own.
     """
 
     def __init__(self, family: ModuleType, config: Config) -> None:
         self.name = str(family.ARCHITECTURE)
         self.arguments: dict[str, Any] = family.arguments(config)
         self.vocabulary = config.number("vocab_size")
-        self.experts: tuple[str, tuple[str, str, str]] = getattr(family, "EXPERTS", ("mlp", LLAMA_NAMES))
+        self.experts: tuple[str, tuple[str, str, str]] | None = getattr(family, "EXPERTS", ("mlp", LLAMA_NAMES))
         self._family = family
 
     def weights(self) -> Iterator[Weight]:
@@ -61,12 +62,13 @@ def scale_block(config: Config) -> tuple[int, int] | None:
     found = config.get("quantization_config")
     if found is None:
         return None
-    is_known = isinstance(found, dict) and found.get("quant_method") == "fp8"
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    is_known = method == "fp8"
     block = tuple(found.get("weight_block_size") or ()) if is_known else ()
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise UsageError(
-            f"{config.place}: quantized weights cannot be converted, except fp8 with a weight_block_size; give those in"
-            " bf16, fp16 or fp32"
+            f"{config.place}: quantized weights ({method}) cannot be converted, except fp8 with a weight_block_size;"
+            " give those in bf16, fp16 or fp32"
         )
     return block[0], block[1]
 
@@ -87,6 +89,8 @@ def written_config(saved: Mapping[str, Any], vocabulary: int, dtype: str) -> dic
     by_sigmoid = values["moe_router_score_function"] == "sigmoid"
     if values["multi_latent_attention"]:
         family = deepseek_v3 if by_sigmoid else deepseek_v2
+    elif values["softmax_type"] == "learnable":
+        family = gpt_oss
     else:
         family = glm4_moe if by_sigmoid else qwen3_moe if values["qk_layernorm"] else mixtral
     found: dict[str, Any] = family.config(saved)

@@ -19,6 +19,11 @@ def arguments(config: Config) -> dict[str, Any]:
     """Megatron's arguments for a model of Hugging Face. Raises UsageError for what its modules do not compute."""
     config.require("hidden_act", "silu")
     config.require("sliding_window", None)
+    return grouped_softmax(config)
+
+
+def grouped_softmax(config: Config) -> dict[str, Any]:
+    """Grouped-query attention, and a softmax over the selected experts of every layer. Raises UsageError."""
     heads = config.number("num_attention_heads")
     return COMMON | {
         "num_layers": config.number("num_hidden_layers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 12, "moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 1,
         "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 4, "intermediate_size": 6,
+        "layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 2, "num_local_experts": 3,
+        "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 16, "swiglu_limit": 7.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 32},
+    },
 }  # fmt: skip
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """The config of a model of this family; changes: of its keys."""
-    return {"model_type": family} | _COMMON | CONFIGS[family] | changes
+    return copy.deepcopy({"model_type": family} | _COMMON | CONFIGS[family] | changes)  # transformers changes them
 
 
 def folder_of(family: str, folder: Path, **changes: Any) -> Path:

@@ -77,7 +77,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a torn config": (lambda folder: (folder / "config.json").write_text('{"model'), "config.json cannot be read"),
     "another family": (
         lambda folder: change_config(folder, model_type="llama", architectures=["LlamaForCausalLM"]),
-        "is of LlamaForCausalLM: only mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe can be converted",
+        "is of LlamaForCausalLM: only mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss can be converted",
     ),
     "quantized": (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized weights"),
     "another attention": (lambda folder: change_config(folder, sliding_window=4096), "sliding_window 4096 cannot"),
@@ -261,6 +261,49 @@ def test_deepseek_v2_lite_has_one_projection_of_queries_and_comes_back_also_with
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["q_lora_rank"] is None and config["rope_scaling"] == LITE["rope_scaling"]
+
+
+def test_gpt_oss_becomes_flags_of_megatron_and_comes_back_without_its_config(tmp_path: Path) -> None:
+    folder = folder_of("gpt_oss", tmp_path / "folder")
+    flags = from_hugging_face(folder, tmp_path / "in")[1]["flags"]
+    given = dict(pairwise(flags))
+    assert given["--softmax-type"] == "learnable" and given["--position-embedding-type"] == "yarn"
+    assert given["--window-size"] == "(15,0)" and given["--window-attn-skip-freq"] == "[1,0]"
+    assert given["--glu-linear-offset"] == "1.0" and given["--activation-func-clamp-value"] == "7.0"
+    assert "--quick-geglu" in flags and not {"--swiglu", "--disable-bias-linear"} & set(flags)
+    saved = open_dense(tmp_path / "in").tensors
+    assert saved["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (2, 3, 12, 8)
+    assert saved["decoder.layers.mlp.experts.experts.linear_fc1.bias"].shape == (2, 3, 12)
+    shutil.rmtree(tmp_path / "in" / "hugging_face")
+    # As a job records it that says it in the other way.
+    change_arguments(tmp_path / "in" / "release", max_position_embeddings=64, window_attn_skip_freq=2)
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    found, expected = (load_file(at / WEIGHTS) for at in (tmp_path / "back", folder))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {name: config.get(name) for name in CONFIGS["gpt_oss"]} == CONFIGS["gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized weights (mxfp4) cannot be converted"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit 10.0 cannot be converted, only 7.0 can"),
+        ({"layer_types": ["full_attention"]}, "layer_types has to give each layer"),
+        ({"sliding_window": 0}, "sliding_window is 0, which must be 1 or more"),
+        ({"rope_scaling": None}, "has no rope_scaling"),
+    ],
+)
+def test_a_gpt_oss_that_megatron_does_not_compute_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        read_model(Config(config_of("gpt_oss", **changes), "gpt_oss"))
+
+
+def test_windows_and_sinks_that_a_family_has_not_are_refused_by_name() -> None:
+    arguments = read_model(Config(config_of("mixtral"), "mixtral")).arguments | {"max_position_embeddings": 64}
+    for changes in ({"window_size": (127, 0)}, {"softmax_type": "off-by-one"}, {"activation_func_clamp_value": 7.0}):
+        with pytest.raises(UsageError, match=f"{next(iter(changes))} is "):
+            written_config(arguments | changes, 30, "bfloat16")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
