@@ -15,6 +15,11 @@ from . import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from .layers import LLAMA_NAMES
 
 FAMILIES = {family.MODEL_TYPE: family for family in (mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss)}
+REFUSED = {
+    "qwen3_next": "one --apply-layernorm-1p makes Megatron keep all its norms around zero, and this model has those of"
+    " gated delta nets around one, so its numbers would change",
+}
+"""Families of which Megatron has the layers, and why they are not converted exactly."""
 
 
 class Model:
@@ -49,6 +54,8 @@ def read_model(config: Config) -> Model:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures", [])) or kind
+        if kind in REFUSED:
+            raise UsageError(f"{config.place} is of {named}, which cannot be converted: {REFUSED[kind]}")
         raise UsageError(f"{config.place} is of {named}: only {', '.join(FAMILIES)} can be converted")
     scale_block(config)
     return Model(FAMILIES[kind], config)
@@ -86,6 +93,8 @@ def written_config(saved: Mapping[str, Any], vocabulary: int, dtype: str) -> dic
     values = resolved(saved)
     if not values.get("num_experts"):
         raise UsageError("a model without experts cannot be converted, only those of " + ", ".join(FAMILIES))
+    if values.get("experimental_attention_variant") == "gated_delta_net":
+        raise UsageError(f"a model with gated delta nets cannot be converted: {REFUSED['qwen3_next']}")
     by_sigmoid = values["moe_router_score_function"] == "sigmoid"
     if values["multi_latent_attention"]:
         family = deepseek_v3 if by_sigmoid else deepseek_v2

@@ -79,6 +79,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_config(folder, model_type="llama", architectures=["LlamaForCausalLM"]),
         "is of LlamaForCausalLM: only mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, gpt_oss can be converted",
     ),
+    "Qwen3-Next": (
+        lambda folder: change_config(folder, model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"]),
+        "is of Qwen3NextForCausalLM, which cannot be converted: one --apply-layernorm-1p makes Megatron keep all",
+    ),
     "quantized": (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized weights"),
     "another attention": (lambda folder: change_config(folder, sliding_window=4096), "sliding_window 4096 cannot"),
     "another activation": (lambda folder: change_config(folder, hidden_act="gelu"), "hidden_act 'gelu' cannot"),
@@ -297,6 +301,12 @@ def test_gpt_oss_becomes_flags_of_megatron_and_comes_back_without_its_config(tmp
 def test_a_gpt_oss_that_megatron_does_not_compute_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         read_model(Config(config_of("gpt_oss", **changes), "gpt_oss"))
+
+
+def test_an_export_of_gated_delta_nets_is_refused_with_its_reason() -> None:
+    arguments = read_model(Config(config_of("qwen3_moe"), "qwen3_moe")).arguments
+    with pytest.raises(UsageError, match="gated delta nets cannot be converted: one --apply-layernorm-1p"):
+        written_config(arguments | {"experimental_attention_variant": "gated_delta_net"}, 30, "bfloat16")
 
 
 def test_windows_and_sinks_that_a_family_has_not_are_refused_by_name() -> None:
