@@ -19,6 +19,7 @@ COMMON = {
     "activation_func_clamp_value": None,
     "softmax_type": "vanilla",
     "window_size": None,
+    "layernorm_zero_centered_gamma": False,
 }
 """What all families need."""
 

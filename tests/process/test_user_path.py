@@ -28,7 +28,9 @@ CALLED = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:scripts|examples|benchmarks|tools|\.venv/bin)/\S+|pretrain_gpt_moe\.py|make|torchrun|"
     r"moe-ckpt(?:-run)?|pip|python|sbatch|srun|kubectl|docker|ft_launcher|bash|cp|cd|export|diff)(?: |$)"
 )
-SHOWN = re.compile(r"\[moe-ckpt\] |recovered |replay: | +\S|resharding: |run/checkpoints is in use|Exact where")
+SHOWN = re.compile(
+    r"\[moe-ckpt\] |recovered |recovery took |replay: | +\S|resharding: |run/checkpoints is in use|Exact where"
+)
 """First words of what a command prints."""
 
 ELSEWHERE = {
@@ -39,7 +41,7 @@ ELSEWHERE = {
     "test_the_job_file_of_16_nodes_is_rehearsed_from_the_wheel",
     r"moe-ckpt-run .*pretrain_gpt(_moe)?\.py": "tests/process/test_worker_slots.py::"
     "test_after_a_loss_standbys_take_the_slots_and_new_processes_those_that_are_left",
-    r"torchrun --nproc-per-node 8 .* pretrain\.py": "tests/process/test_bridge.py::"
+    r"TORCH_\w+=1 torchrun --nproc-per-node 8 .* pretrain\.py": "tests/process/test_bridge.py::"
     "test_after_a_kill_every_loss_and_every_count_is_that_of_the_unprotected_loop",
     r"(\w+=\S+ )+examples/(deepseek-v3|mixtral|qwen3).*/train\.sh": "tests/unit/test_recipes.py::"
     "test_what_a_node_starts_has_each_flag_and_its_value_as_a_word",

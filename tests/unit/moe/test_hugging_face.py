@@ -311,7 +311,12 @@ def test_an_export_of_gated_delta_nets_is_refused_with_its_reason() -> None:
 
 def test_windows_and_sinks_that_a_family_has_not_are_refused_by_name() -> None:
     arguments = read_model(Config(config_of("mixtral"), "mixtral")).arguments | {"max_position_embeddings": 64}
-    for changes in ({"window_size": (127, 0)}, {"softmax_type": "off-by-one"}, {"activation_func_clamp_value": 7.0}):
+    for changes in (
+        {"window_size": (127, 0)},
+        {"softmax_type": "off-by-one"},
+        {"activation_func_clamp_value": 7.0},
+        {"layernorm_zero_centered_gamma": True},
+    ):
         with pytest.raises(UsageError, match=f"{next(iter(changes))} is "):
             written_config(arguments | changes, 30, "bfloat16")
 
