@@ -168,7 +168,7 @@ def test_a_replay_continues_where_it_is_when_a_stage_apart_from_it_loses_a_rank(
     ("stops", "faults", "place"),
     [
         pytest.param("1@0:start", "", "gathered_by_store, called by introduced", id="start"),
-        pytest.param("1@1:resume", "0@4:step", "called by look", id="restore", marks=full),
+        pytest.param("1@1:resume", "0@4:step", "recovery/local_inventory.py", id="restore", marks=full),
         pytest.param("1@0:save", "", "all_done", id="save", marks=full),
     ],
 )
