@@ -19,12 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core import timers
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from .core_versions.training import replaced
-from .in_place.building import own_build, rehearsed
+from .in_place.building import built_beside_survivors, own_build, rehearsed
 from .in_place.datasets import Datasets, become, survivors_facts, tell
 from .in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from .recovery.timeline import Milestone, Timestamps
@@ -201,11 +200,8 @@ class BridgeSurvivors:
             self._watched.enter_context(watched_start(dist.get_rank(), RECOVERY_PATIENCE * self._timeout_s))
 
     def _begin_building(self) -> None:
-        if self._connect is None:
-            return
-        self._build.enter_context(own_build().building())
-        if own_build().survivors:  # which do not time what they do not do
-            self._build.enter_context(replaced(timers, dist_all_gather_func=lambda *_: None))
+        if self._connect is not None:
+            self._build.enter_context(built_beside_survivors(own_build()))
 
 
 def _as_before_training(chunks: Any, state: Any) -> None:

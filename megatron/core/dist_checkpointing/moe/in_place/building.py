@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron.core import timers
+
 from ..core_versions.training import replaced
 from ..errors import MoECheckpointError, PeerLost
 from ..replication.agreement import gathered_by_store
@@ -128,6 +130,17 @@ def rehearsed() -> Iterator[None]:
         stack.enter_context(replaced(dist, all_gather_object=gathered))
         for name in ("broadcast_object_list", *_ON_TENSORS):
             stack.enter_context(replaced(dist, **{name: _skipped}))
+        yield
+
+
+@contextlib.contextmanager
+def built_beside_survivors(build: Build) -> Iterator[None]:
+    """A block in which this process builds, alone where others keep what they have."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(build.building())
+        # Timers gather seconds of all ranks, and survivors do not time what they do not do.
+        if build.survivors:
+            stack.enter_context(replaced(timers, dist_all_gather_func=lambda *_: None))
         yield
 
 

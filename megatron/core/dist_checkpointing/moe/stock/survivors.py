@@ -16,12 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import rerun_state_machine as rerun
-from megatron.core import timers
 from megatron.core.utils import get_model_config
 
 from ..core_versions.training import replaced
 from ..errors import UsageError
-from ..in_place.building import own_build, rehearsed
+from ..in_place.building import built_beside_survivors, own_build, rehearsed
 from ..in_place.datasets import Datasets, become, survivors_facts, tell
 from ..in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
 from ..recovery.timeline import Milestone, Timestamps
@@ -315,11 +314,8 @@ class Survivors:
             self._watched.enter_context(watched_start(dist.get_rank(), stall_s))
 
     def _begin_building(self) -> None:
-        if self._connect is None:
-            return
-        self._build.enter_context(own_build().building())
-        if own_build().survivors:  # which do not time what they do not do
-            self._build.enter_context(replaced(timers, dist_all_gather_func=lambda *_: None))
+        if self._connect is not None:
+            self._build.enter_context(built_beside_survivors(own_build()))
 
 
 def _marks(*, stayed: bool) -> Timestamps:
