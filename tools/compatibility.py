@@ -182,8 +182,7 @@ def _on_a_small_model(work: Callable[[Any], Any]) -> Any:
 def _state(state: Any) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.moe.errors import UsageError
     from megatron.core.dist_checkpointing.moe.megatron_state import megatron
-    from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
-    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState
+    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState, check_complete
     from megatron.core.dist_checkpointing.moe.replay.execution import LiveExecution
 
     topology = megatron.read_topology(1)

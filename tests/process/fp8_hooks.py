@@ -207,9 +207,8 @@ def _differences_once_restored(state: Any, part: str, *, gathered: bool = True) 
 
 def _missing(state: Any, left_out: str) -> str:
     """What the check for completeness says without one tensor of this field."""
-    from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
     from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import allocate_optimizer_state
-    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState
+    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState, check_complete
     from megatron.core.dist_checkpointing.moe.megatron_state.quantization import quantization_tensors
 
     allocate_optimizer_state(state.optimizer)

@@ -174,8 +174,7 @@ def _refusals(state: Any, topology: Any) -> dict[str, str]:
 
 
 def verdict_on(state: Any, tensors: Sequence[Any]) -> str:
-    from megatron.core.dist_checkpointing.moe.megatron_state.completeness import check_complete
-    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState
+    from megatron.core.dist_checkpointing.moe.megatron_state.partitions import IncompleteState, check_complete
 
     try:
         check_complete(state.chunks, state.optimizer, tensors)

@@ -12,7 +12,6 @@ from megatron.core.utils import unwrap_model
 
 from ..extensions.base import Share
 from ..local_recovery.survivor import LiveTensors, Passes
-from ..megatron_state.completeness import check_complete
 from ..megatron_state.megatron import (
     copies_embeddings,
     live_restorer,
@@ -22,7 +21,7 @@ from ..megatron_state.megatron import (
     unchanging_operators,
 )
 from ..megatron_state.optimizer_state import allocate_optimizer_state
-from ..megatron_state.partitions import random_draws, tensor_grids
+from ..megatron_state.partitions import check_complete, random_draws, tensor_grids
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
 from ..policy.resharding import RecordKey
 from ..ports import Execution, Json, TrainerState
