@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
-from ..extensions.base import Share
+from ..extensions import Share
 from ..local_recovery.survivor import LiveTensors, Passes
 from ..megatron_state.megatron import (
     copies_embeddings,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import MoECheckpointError
-from ..extensions.base import Additions
+from ..extensions import Additions
 from ..policy.lifecycle import Protection, ProtectionState
 from ..policy.memory_limit import CopyRate
 from ..policy.tracking import RestoredState

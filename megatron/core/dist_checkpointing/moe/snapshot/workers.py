@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..errors import UnreadableCheckpoint, format_error
-from ..extensions.base import StepSender
+from ..extensions import StepSender
 from ..policy.lineage import Identity
 from ..policy.tracking import Status
 from ..ports import (

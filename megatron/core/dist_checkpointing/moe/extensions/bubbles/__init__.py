@@ -11,7 +11,7 @@ from ...ports import Pace
 from ...replication.agreement import raise_on_all_ranks
 from ...snapshot.coordinator import ProtectionReport
 from ...types import WaitReport
-from ..base import Additions, Extension
+from .. import Additions, Extension
 from .copy_placement import CopyPlacement
 from .pipeline_waits import BubblePace, BubbleSends
 from .stage_waits import StageWaits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base import Additions, Extension
+from .. import Additions, Extension
 from .capacity import RouterCapacity
 
 

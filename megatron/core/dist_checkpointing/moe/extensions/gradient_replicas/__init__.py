@@ -7,7 +7,7 @@ import logging
 
 from ...replication.agreement import raise_on_all_ranks
 from ...types.operators import scaled
-from ..base import Additions, Extension
+from .. import Additions, Extension
 from .adam_steps import AdamSteps, check_repeatable
 from .step_offers import StepOffers
 

@@ -6,7 +6,7 @@ import logging
 
 from ...errors import format_error
 from ...storage.small_files import read_secret
-from ..base import Additions, Extension
+from .. import Additions, Extension
 from .agent import PersistAgent
 
 log = logging.getLogger(__name__)

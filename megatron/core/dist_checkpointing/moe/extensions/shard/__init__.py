@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...megatron_state.operators import StateTensor
 from ...strategies import STRATEGIES
-from ..base import Extension, Shared
+from .. import Extension, Shared
 from .sharing import Sharing, joining_restorer
 
 
