@@ -2,7 +2,7 @@
 
 First everything is listed and read. If anything cannot be read for certain, no sealed snapshot goes, for what is not
 seen might be what a state needs. Else the state that storage restores is found, its records are read (and those of
-older ones until one is intact), and `RetainedState` says what it and the newest states need, as `policy.retention` does
+older ones until one is intact), and `RetainedState` says what it and the newest states need, as `policy.tracking` does
 for a running job. All else on its timeline goes; what might be of another job or of one that is running stays.
 """
 

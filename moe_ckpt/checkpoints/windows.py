@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, belongs, newest_first
-from megatron.core.dist_checkpointing.moe.policy.retention import kept_in_storage
+from megatron.core.dist_checkpointing.moe.policy.tracking import kept_in_storage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Manifest, SnapshotId, Store
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import STANDBY, OperatorId, OperatorKind, Part, SnapshotPlan

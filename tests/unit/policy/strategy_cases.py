@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
-from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces
-from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow
+from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedPiece, TrackedWindow, covered_pieces
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.boundary import kept as kept_logs
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
-from megatron.core.dist_checkpointing.moe.policy.retention import covered_pieces, kept_in_storage
-from megatron.core.dist_checkpointing.moe.policy.tracking import Status, TrackedPiece, TrackedWindow, oldest_base
+from megatron.core.dist_checkpointing.moe.policy.tracking import (
+    Status,
+    TrackedPiece,
+    TrackedWindow,
+    covered_pieces,
+    kept_in_storage,
+    oldest_base,
+)
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,

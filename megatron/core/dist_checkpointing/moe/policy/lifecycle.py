@@ -119,11 +119,11 @@ WINDOW: TransitionTable[WindowState, WindowEvent] = TransitionTable(
         (_S.GIVEN_UP, _E.DRAINED): (_S.FREED, "Until then copies and replicas of it still take memory."),
         (_S.PROTECTED, _E.SUPERSEDED): (
             _S.FREED,
-            "The newest protected copy of everything is elsewhere (`policy.retention`).",
+            "The newest protected copy of everything is elsewhere (`policy.tracking`).",
         ),
         (_S.UNDER_REPLICATED, _E.SUPERSEDED): (
             _S.FREED,
-            "The newest copy of everything is elsewhere, and no less safe (`policy.retention`).",
+            "The newest copy of everything is elsewhere, and no less safe (`policy.tracking`).",
         ),
         (_S.SPARE, _E.SUPERSEDED): (_S.FREED, "No rank needs them for another recovery: a newer state is protected."),
     },

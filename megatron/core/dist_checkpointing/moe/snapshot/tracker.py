@@ -11,7 +11,7 @@ some replica is missing      it stays as it is; with another one protected, it g
 some rank has no snapshot    the window is given up: what there is of it is freed, and what comes of it later
 the strategy asks for it     the persister writes the window to storage; it stays in memory until that has ended
 
-Which windows cover which, and whether another one may begin, is decided in `policy.retention` and `policy.tracking`.
+Which windows cover which, and whether another one may begin, is decided in `policy.tracking`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ..policy.lifecycle import (
     WindowEvent,
     WindowState,
 )
-from ..policy.retention import covered_pieces, kept_in_storage
 from ..policy.tracking import (
     SPARE_SPAN,
     CommitRound,
@@ -39,6 +38,8 @@ from ..policy.tracking import (
     RestoredState,
     Status,
     TrackedWindow,
+    covered_pieces,
+    kept_in_storage,
     may_begin,
     oldest_base,
     yields_replicas,
