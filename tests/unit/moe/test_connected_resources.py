@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.in_place import connected_resources, datasets, process_groups
+from megatron.core.dist_checkpointing.moe.in_place import datasets, process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
-from megatron.core.dist_checkpointing.moe.in_place.connected_resources import flex_backend, release, unreleasable
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
+from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, release, unreleasable
 from megatron.core.dist_checkpointing.moe.stock import resumed_settings, survivors
 from megatron.core.dist_checkpointing.moe.stock.flags import missing_kernels
 from megatron.core.transformer import cuda_graphs
@@ -418,7 +418,7 @@ def test_a_process_without_any_of_it_releases_nothing(caplog: pytest.LogCaptureF
     release([torch.nn.Linear(1, 1)])
     assert not caplog.messages
     assert flex_backend(SimpleNamespace()) == "deepep"
-    assert connected_resources.NVLINK_RANKS == 8
+    assert process_restart.NVLINK_RANKS == 8
 
 
 # Before the model is built: what cannot dispatch, and a dispatcher that was another one.

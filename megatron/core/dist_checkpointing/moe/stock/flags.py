@@ -14,7 +14,7 @@ from ..contradictions import contradictions, inelastic
 from ..core_versions.training import captures_passes, captures_routers
 from ..errors import UsageError
 from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
-from ..in_place.connected_resources import flex_backend
+from ..in_place.process_restart import flex_backend
 from ..megatron_state.partitions import random_draws
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
