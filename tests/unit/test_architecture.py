@@ -93,7 +93,7 @@ ROWS = {
         f"{VALUES} extensions strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
-        "errors core_versions device megatron_state replication runtime standby types",
+        "errors core_versions device megatron_state recovery replication runtime standby types",
         "megatron.core torch",
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
@@ -103,7 +103,7 @@ ROWS = {
         " strategies types",
         "megatron.core torch",
     ),
-    f"{ENGINE}.bridge_survivors": Row("core_versions in_place recovery runtime standby", "megatron.core torch"),
+    f"{ENGINE}.bridge_survivors": Row("core_versions in_place", "megatron.core torch"),
     f"{ENGINE}.bridge": Row("bridge_survivors config errors features manager megatron_state ports", "megatron.core"),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.

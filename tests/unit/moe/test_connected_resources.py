@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.in_place import datasets, process_groups, process_restart
+from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
+from megatron.core.dist_checkpointing.moe.in_place import survivors as loop_survivors
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, release, unreleasable
@@ -282,22 +283,24 @@ def test_buffers_of_tensor_parallelism_are_destroyed_before_groups_go_and_made_b
     facts = SimpleNamespace(do_train=1, do_valid=0, do_test=0, eval_iters=1)
     build = Build()
     monkeypatch.setattr(build, "connected", lambda: calls.append("agreed on survivors"))
+    monkeypatch.setattr(loop_survivors, "own_build", lambda: build)
     monkeypatch.setattr(survivors, "own_build", lambda: build)
     monkeypatch.setattr(survivors, "why_not", lambda *_, **__: None)
-    monkeypatch.setattr(survivors.flags, "read", lambda _: SimpleNamespace(strategy="full"))
+    monkeypatch.setattr(survivors.flags, "read", lambda _: SimpleNamespace(strategy="full", timeout_s=60.0))
     monkeypatch.setattr(initialize, "get_args", lambda: args)
     monkeypatch.setattr(initialize, "is_te_min_version", lambda _: True)
     monkeypatch.setattr(initialize, "_initialize_distributed", lambda: calls.append("connected"))
     stays = survivors.Survivors(SimpleNamespace(get_args=lambda: facts), "0.19.2")
     monkeypatch.setattr(survivors, "KeptGlobals", lambda *_: SimpleNamespace(as_before_training=lambda: None))
-    monkeypatch.setattr(datasets, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(loop_survivors, "_get_default_store", dist.HashStore)
     connects, overlaps = "_initialize_distributed", "_initialize_tp_communicators"
     with stays.building():
         getattr(initialize, connects)()
         assert dist.all_gather_object is not base.gathers
         getattr(initialize, overlaps)()
         assert dist.all_gather_object is not base.gathers, "what is built behind it is noted"
-        with stays.together([]):
+        stays.built([])
+        with stays.together():
             pass
         stays.train([], None)
         first = ["connected", "agreed on survivors", "buffers made"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -23,16 +22,9 @@ from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from .core_versions.training import replaced
-from .in_place.building import built_beside_survivors, own_build, rehearsed
-from .in_place.datasets import Datasets, become, survivors_facts, tell
-from .in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
-from .recovery.timeline import Milestone, Timestamps
-from .runtime.nccl_settings import process_group_backend
-from .runtime.opening import RECOVERY_PATIENCE
-from .runtime.watcher import watched_start
-from .standby.slot import own_slot
-
-log = logging.getLogger(__name__)
+from .in_place.building import own_build, rehearsed
+from .in_place.process_restart import InProcessRestart, needs_fresh_process
+from .in_place.survivors import Datasets, LoopSurvivor, become, prepare_chunks, survivors_facts
 
 TRAINING = "megatron.bridge.training"
 _CONNECTS, _OVERLAPS = "_initialize_distributed", "_initialize_tp_communicators"
@@ -63,26 +55,18 @@ def why_not(cfg: Any) -> str | None:
     return needs_fresh_process(getattr(cfg.model, "transformer", None) or cfg.model)
 
 
-class BridgeSurvivors:
+class BridgeSurvivors(LoopSurvivor):
     """This process as one of them, or as one that comes to them.
 
     Args:
         timeout_s: For a collective wait of a recovery, as the settings have it.
-
-    Attributes:
-        marks: Of this process or of its newest slot, for the timeline of a recovery.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        super().__init__()
         self._timeout_s = timeout_s
-        self._build = contextlib.ExitStack()
-        self._watched = contextlib.ExitStack()
-        self._connect: Callable[[], object] | None = None
-        self._overlap: Callable[[], object] | None = None
-        self._kept: InProcessRestart | None = None
         self._given_data: dict[str, Any] = {}
         self._iterators: Any = None
-        self.marks = _marks(stayed=False)
 
     @contextlib.contextmanager
     def building(self, cfg: Any) -> Iterator[None]:
@@ -102,20 +86,14 @@ class BridgeSurvivors:
         def connecting(*given: Any, **named: Any) -> Any:
             groups = connect(*given, **named)
             if reason is None:
-                self._watch()
-                own_build().connected()
-                self.marks.mark(Milestone.RENDEZVOUS)
-                self._connect = functools.partial(connect, *given, **named)
-                self._begin_building()
-            elif own_slot().may_stay and dist.get_rank() == 0:
-                log.warning("in-place recovery disabled, a failure restarts all ranks: %s", reason)
+                self._watch(self._timeout_s)
+                self._connected(functools.partial(connect, *given, **named))
+            else:
+                self._cannot_stay(reason)
             return groups
 
         def overlapping(*given: Any) -> None:
-            self._build.close()  # survivors make these buffers, too: nothing is answered
-            overlap(*given)
-            self._overlap = functools.partial(overlap, *given)
-            self._begin_building()
+            self._overlapping(functools.partial(overlap, *given))
 
         data, train = getattr(setup, _DATA), vars(loop)["train"]
         with (
@@ -124,17 +102,6 @@ class BridgeSurvivors:
             replaced(loop, train=functools.partial(self._train, train)),
         ):  # fmt: skip
             yield
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """A block with collectives of all ranks."""
-        self._build.close()
-        try:
-            yield
-        finally:
-            self._watched.close()  # the session has a watcher of its own by now
-        if self._kept is None:
-            self._begin_building()
 
     def _build_data(self, set_up: Callable[..., Any], **named: Any) -> Any:
         """In place of `setup_data_iterators`, setup 466: datasets are built once."""
@@ -161,7 +128,7 @@ class BridgeSurvivors:
         while True:
             try:
                 if kept.has_left:
-                    self._connect_again(kept, state)
+                    self._connect_again(self._timeout_s, _facts(state))
                     config.param_sync_func = sync
                     _as_before_training(model, state)
                     manager.load_again()
@@ -169,22 +136,6 @@ class BridgeSurvivors:
                 return train(*given, **named)
             except Exception as error:
                 kept.stay(*manager.left_with(error))
-
-    def _connect_again(self, kept: InProcessRestart, state: Any) -> None:
-        self.marks = _marks(stayed=True)
-        unless_called_off(self._connect_all, own_slot())
-        self._watch()
-        self.marks.mark(Milestone.RENDEZVOUS)
-        tell(_facts(state))
-        kept.connected()
-
-    def _connect_all(self) -> None:
-        assert self._connect is not None
-        self._connect()
-        own_build().connected()
-        # Behind that, as new processes do once they know of survivors: a collective.
-        if self._overlap is not None:
-            self._overlap()
 
     def _renew_data(self, state: Any) -> None:
         """Let data iterators read on from where training was brought back to."""
@@ -194,23 +145,10 @@ class BridgeSurvivors:
                 become(self._iterators, self._set_up(**{**self._given_data, "train_state": state.train_state}))
             vars(state.train_state).update(facts)
 
-    def _watch(self) -> None:
-        """Until the session watches: a rank that is stopped before keeps others in collectives of NCCL for ever."""
-        if "nccl" in process_group_backend():
-            self._watched.enter_context(watched_start(dist.get_rank(), RECOVERY_PATIENCE * self._timeout_s))
-
-    def _begin_building(self) -> None:
-        if self._connect is not None:
-            self._build.enter_context(built_beside_survivors(own_build()))
-
 
 def _as_before_training(chunks: Any, state: Any) -> None:
     """Let `train` begin as it does in a process that was just built."""
-    for chunk in chunks:
-        if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
-            chunk.enable_forward_pre_hook()
-    for timer in state.timers._timers.values():
-        timer.reset()  # one that runs cannot be started
+    prepare_chunks(chunks, state.timers)
     # It may be in the middle of an iteration, and has statistics of iterations that are run again.
     destroy_rerun_state_machine()
     import_module(f"{TRAINING}.initialize").init_rerun_state(state.cfg.rerun_state_machine)
@@ -220,10 +158,3 @@ def _as_before_training(chunks: Any, state: Any) -> None:
 
 def _facts(state: Any) -> dict[str, Any]:
     return {name: getattr(state.train_state, name) for name in _FACTS}
-
-
-def _marks(*, stayed: bool) -> Timestamps:
-    marks = Timestamps(stayed=stayed)
-    if own_slot().taken_s is not None:
-        marks.mark(Milestone.RESTARTED, own_slot().taken_s)
-    return marks

@@ -184,7 +184,8 @@ class Hooks:
     def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
         """Bring training to where it continues, and protect it from here to the end of `pretrain`, or the next
         fault."""
-        with self._survivors.together(model):
+        self._survivors.built(model)
+        with self._survivors.together():
             self._bring_back(model, optimizer, scheduler, load)
 
     def _bring_back(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None) -> None:

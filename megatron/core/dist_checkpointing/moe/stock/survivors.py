@@ -8,8 +8,8 @@ the place of a lost rank goes through all of `pretrain`, alone: up to `train` it
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,18 +20,11 @@ from megatron.core.utils import get_model_config
 
 from ..core_versions.training import replaced
 from ..errors import UsageError
-from ..in_place.building import built_beside_survivors, own_build, rehearsed
-from ..in_place.datasets import Datasets, become, survivors_facts, tell
-from ..in_place.process_restart import InProcessRestart, needs_fresh_process, unless_called_off
-from ..recovery.timeline import Milestone, Timestamps
-from ..runtime.nccl_settings import process_group_backend
-from ..runtime.opening import RECOVERY_PATIENCE
-from ..runtime.watcher import watched_start
-from ..standby.slot import own_slot
+from ..in_place.building import own_build, rehearsed
+from ..in_place.process_restart import InProcessRestart, needs_fresh_process
+from ..in_place.survivors import Datasets, LoopSurvivor, become, prepare_chunks, survivors_facts
 from . import flags
 from .seams import Call, release_of
-
-log = logging.getLogger(__name__)
 
 # Jobs in the stock loop whose processes cannot outlive a fault of others: all start again, from standbys.
 
@@ -103,11 +96,7 @@ class KeptGlobals:
         """Let `train` begin as it does in a process that was just built."""
         for name, value in self._before.items():
             setattr(self._config, name, value)
-        for chunk in self._chunks:
-            if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
-                chunk.enable_forward_pre_hook()
-        for timer in self._loop.get_timers()._timers.values():
-            timer.reset()  # one that runs cannot be started
+        prepare_chunks(self._chunks, self._loop.get_timers())
         self._renew_rerun_machine()
 
     def _renew_rerun_machine(self) -> None:
@@ -167,7 +156,7 @@ _CONNECTS = "_initialize_distributed"
 _OVERLAPS = "_initialize_tp_communicators"
 
 
-class Survivors:
+class Survivors(LoopSurvivor):
     """This process as one of them, or as one that comes to them.
 
     Sequence: a block of `building` around `pretrain`; in it a block of `together` for each recovery, `data` for each
@@ -178,20 +167,14 @@ class Survivors:
         loop: The module that has the loop.
         version: Of Megatron-Core.
         start: Starts torch.distributed; None where the loop does.
-
-    Attributes:
-        marks: Of this process or of its newest slot, for the timeline of a recovery.
     """
 
     def __init__(self, loop: Any, version: str, start: Callable[[], object] | None = None) -> None:
+        super().__init__()
         self._loop, self._version, self._start = loop, version, start
-        self._build = contextlib.ExitStack()
-        self._connect: Callable[[], object] | None = None
-        self._overlap: Callable[[], object] | None = None
-        self._kept: InProcessRestart | None = None
         self._globals: KeptGlobals | None = None
         self._data = KeptData(loop)
-        self.marks, self._watched = _marks(stayed=False), contextlib.ExitStack()
+        self._timeout_s = 0.0
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -206,33 +189,22 @@ class Survivors:
             return
 
         def connecting(*arguments: Any, **options: Any) -> None:
-            def connect() -> None:
+            def connect_again() -> None:
+                if self._start is not None:
+                    self._start()
                 original(*arguments, **options)
 
-            connect()
-            self._connected(connect, by_others=by_others)
+            original(*arguments, **options)
+            self._connected_by(connect_again, by_others=by_others)
 
-        def overlapping() -> None:
-            self._build.close()  # survivors make these buffers, too: nothing is answered
-            overlap()
-            self._overlap = overlap
-            self._begin_building()
-
+        overlapping = functools.partial(self._overlapping, overlap)
         with self._build, self._watched, replaced(initialize, **{_CONNECTS: connecting, _OVERLAPS: overlapping}):
             yield
 
-    @contextlib.contextmanager
-    def together(self, chunks: Any) -> Iterator[None]:
-        """A block with collectives of all ranks. chunks: of the model, as it was built."""
-        self._build.close()
+    def built(self, chunks: Any) -> None:
+        """The model is built. chunks: of it."""
         if self._globals is None and self._connect is not None:
             self._globals = KeptGlobals(self._loop, chunks)
-        try:
-            yield
-        finally:
-            self._watched.close()  # the session has a watcher of its own by now
-        if self._kept is None:
-            self._begin_building()
 
     def data(self, call: Call) -> Any:
         """Build data iterators, from datasets that are built once."""
@@ -260,25 +232,9 @@ class Survivors:
 
     def connect(self) -> None:
         """After a fault: connect all ranks, and let what this process has kept use the new connections."""
-        assert self._kept is not None
         assert self._globals is not None
-        self.marks = _marks(stayed=True)
-        unless_called_off(self._connect_again, own_slot())
-        self._watch()
-        self.marks.mark(Milestone.RENDEZVOUS)
-        tell(self._data.facts())
-        self._kept.connected()
+        self._connect_again(self._timeout_s, self._data.facts())
         self._globals.as_before_training()
-
-    def _connect_again(self) -> None:
-        assert self._connect is not None
-        if self._start is not None:
-            self._start()
-        self._connect()
-        own_build().connected()
-        # Behind that, as new processes do once they know of survivors: a collective.
-        if self._overlap is not None:
-            self._overlap()
 
     def renew_data(self) -> None:
         """Let data iterators read on from where training was brought back to."""
@@ -287,7 +243,7 @@ class Survivors:
             self._data.renew()
         self._data.set_facts(facts)
 
-    def _connected(self, connect: Callable[[], object], *, by_others: bool) -> None:
+    def _connected_by(self, connect_again: Callable[[], object], *, by_others: bool) -> None:
         """All ranks are connected for the first time in this process."""
         args = self._loop.get_args()
         try:
@@ -296,30 +252,10 @@ class Survivors:
             return  # said where the model is built
         if config.strategy == "none":
             return
-        self._watch()
+        self._timeout_s = config.timeout_s
+        self._watch(self._timeout_s)
         reason = why_not(args, self._version, is_started_by_script=by_others)
-        if reason is not None:
-            if own_slot().may_stay and dist.get_rank() == 0:
-                log.warning("in-place recovery disabled, a failure restarts all ranks: %s", reason)
-            return
-        own_build().connected()
-        self.marks.mark(Milestone.RENDEZVOUS)
-        self._connect = connect
-        self._begin_building()
-
-    def _watch(self) -> None:
-        """Until the session watches: a rank that is stopped before keeps others in collectives of NCCL for ever."""
-        if "nccl" in process_group_backend():
-            stall_s = RECOVERY_PATIENCE * flags.read(self._loop.get_args()).timeout_s
-            self._watched.enter_context(watched_start(dist.get_rank(), stall_s))
-
-    def _begin_building(self) -> None:
-        if self._connect is not None:
-            self._build.enter_context(built_beside_survivors(own_build()))
-
-
-def _marks(*, stayed: bool) -> Timestamps:
-    marks = Timestamps(stayed=stayed)
-    if own_slot().taken_s is not None:
-        marks.mark(Milestone.RESTARTED, own_slot().taken_s)
-    return marks
+        if reason is None:
+            self._connected(connect_again)
+        else:
+            self._cannot_stay(reason)
