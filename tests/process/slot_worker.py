@@ -16,7 +16,7 @@ from moe_ckpt.megatron_core import skip_megatron_core
 
 skip_megatron_core()
 
-from megatron.core.dist_checkpointing.moe.standby import channel, slot  # noqa: E402
+from megatron.core.dist_checkpointing.moe.standby import slot  # noqa: E402
 
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
 WAIT_S = 60
@@ -33,7 +33,7 @@ def warmed_up() -> None:
 
 
 if behaviour == "another release":
-    channel.VERSION = slot.VERSION = 99
+    slot.VERSION = 99
 if behaviour != "no slots":
     slot.wait_for_rank(warmed_up, copies=behaviour in ("copies", "slow copies", "standby hangs", "spare"))
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.core.dist_checkpointing.moe.standby.channel import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
+from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 
 COPY_S = 5.0
 """How long a standby may take to copy itself, which takes it some hundredths of a second."""

@@ -19,7 +19,7 @@ RANK = """
 import os, sys, threading, time
 from moe_ckpt.megatron_core import skip_megatron_core
 skip_megatron_core()
-from megatron.core.dist_checkpointing.moe.standby.channel import end_with_launcher
+from megatron.core.dist_checkpointing.moe.standby.slot import end_with_launcher
 end_with_launcher()
 helpers = []
 def fork():

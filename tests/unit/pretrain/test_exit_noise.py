@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.standby.channel import DESCRIPTOR
+from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR
 from megatron.pretrain.exit_noise import OF_LAUNCHERS
 
 ROOT = Path(__file__).parents[3]

@@ -23,11 +23,9 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
-from megatron.core.dist_checkpointing.moe.standby import channel
 from megatron.core.dist_checkpointing.moe.standby import slot as slot_module
-from megatron.core.dist_checkpointing.moe.standby.channel import DESCRIPTOR, VERSION, Channel
-from megatron.core.dist_checkpointing.moe.standby.channel import LAUNCHER_VERSION as VERSION_OF
-from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
+from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR, VERSION, Channel, WorkerSlot
+from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
 from megatron.pretrain.standby import process as process_module
@@ -169,7 +167,7 @@ def test_a_standby_is_not_copied_where_the_system_lets_nobody_adopt_orphans(monk
 
 
 def test_a_process_with_a_thread_beside_its_own_is_not_copied() -> None:
-    script = "import threading; from megatron.core.dist_checkpointing.moe.standby.channel import may_be_copied as may; "
+    script = "import threading; from megatron.core.dist_checkpointing.moe.standby.slot import may_be_copied as may; "
     script += "print(may()); threading.Thread(target=threading.Event().wait, daemon=True).start(); print(may())"
     script = f"from moe_ckpt.megatron_core import skip_megatron_core; skip_megatron_core(); {script}"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -178,19 +176,19 @@ def test_a_process_with_a_thread_beside_its_own_is_not_copied() -> None:
 
 def test_a_process_that_uses_a_gpu_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", lambda _: ["1"])  # one thread
-    assert channel.may_be_copied()
+    assert slot_module.may_be_copied()
     monkeypatch.setattr(os, "readlink", lambda _: "/dev/nvidiactl")
-    assert not channel.may_be_copied()
+    assert not slot_module.may_be_copied()
 
 
 def test_where_there_is_a_gpu_nobody_waits_for_a_standby_to_be_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "DEVICES", tmp_path)
+    monkeypatch.setattr(slot_module, "DEVICES", tmp_path)
     (tmp_path / "null").touch()
-    assert channel.can_be_copied_later()
+    assert slot_module.can_be_copied_later()
     (tmp_path / "nvidia0").touch()
-    assert not channel.can_be_copied_later()
+    assert not slot_module.can_be_copied_later()
 
 
 @pytest.mark.ci

@@ -19,7 +19,7 @@ from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from ..standby.channel import end_with_parent
+from ..standby.slot import end_with_parent
 
 try:  # from 0.18 on
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
