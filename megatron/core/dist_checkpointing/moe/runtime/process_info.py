@@ -32,7 +32,7 @@ from ..storage.ownership import (
     refused_as_unusable,
     slot_directory,
 )
-from ..storage.renamed_node import take_over_memory, tell_of_memory
+from ..storage.slot_reader import take_over_memory, tell_of_memory
 from ..storage.system import node_memory_bytes
 from ..types import Topology
 
