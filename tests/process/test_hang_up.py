@@ -18,8 +18,8 @@ from runs import Layout, flags
 from world import ROOT, World
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated
+from megatron.core.dist_checkpointing.moe.runtime.faults import Termination
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import is_lost_peer
-from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.pretrain.errors import TrainingFailure
 
 LAYOUT = Layout(pp=1, ep=1, ranks=3)

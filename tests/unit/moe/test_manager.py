@@ -14,10 +14,9 @@ from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, Us
 from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import iterations
-from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector
+from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Termination
 from megatron.core.dist_checkpointing.moe.runtime.iterations import ORDER, Iterations, LoopCall, LoopPhase
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
-from megatron.core.dist_checkpointing.moe.runtime.termination import Termination
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.stock.iteration import mean_loss

@@ -52,7 +52,7 @@ from .preconditions import (
     refuse_what_cannot_repeat_itself,
 )
 from .recovery.timeline import RecoveryTimeline, Timestamps
-from .runtime.faults import Phase, fault_injector
+from .runtime.faults import Phase, Termination, fault_injector
 from .runtime.iterations import Iterations, LoopCall, LoopPhase
 from .runtime.live_state import Training
 from .runtime.nccl_settings import process_group_backend, process_group_timeout_s, wrong_settings
@@ -62,7 +62,6 @@ from .runtime.process_info import ProcessInfo
 from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session
 from .runtime.silent_ranks import report_silence
-from .runtime.termination import Termination
 from .runtime.watcher import PATIENCE_S, Watcher, stood_down
 from .standby.heartbeat import own_heartbeat
 from .standby.slot import own_slot

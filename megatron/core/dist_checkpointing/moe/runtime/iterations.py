@@ -22,11 +22,10 @@ from ..snapshot.coordinator import ProtectionReport
 from ..standby.heartbeat import own_heartbeat
 from ..standby.slot import own_slot
 from ..types import StepJournal
-from .faults import FaultInjector, Phase
+from .faults import FaultInjector, Phase, Termination
 from .peer_links import close_connections, is_lost_peer
 from .session import Session
 from .silent_ranks import report_silence
-from .termination import Termination
 
 
 class LoopPhase(enum.Enum):

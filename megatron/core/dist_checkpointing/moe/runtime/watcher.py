@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, Protocol, cast
 from ..device import device_thread
 from ..errors import PeerLost, PeerSilent, Terminated
 from ..policy.parking import Cause
+from .faults import SignalBytes
 from .peer_links import PeerLinks, close_connections
-from .termination import SignalBytes
 
 log = logging.getLogger(__name__)
 
