@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.recovery.exactness import Exactness, Unverified
-from megatron.core.dist_checkpointing.moe.recovery.table import RecoveryTable
+from megatron.core.dist_checkpointing.moe.recovery.exactness import Exactness, RecoveryTable, Unverified
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,

@@ -42,7 +42,7 @@ from ..replication.agreement import merged
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import CONSTANT, GRADIENTS, PARKED, STANDBY, Lost, RecoveryPlan, StepJournal, Tier
-from .exactness import ComparedIterations, Divergence, compared_in, exactness
+from .exactness import ComparedIterations, Divergence, RecoveryTable, compared_in, exactness
 from .findings import Digest, Judge, Overview, digest
 from .inventory import Catalogue, CopyLocation
 from .kept_state import KeptReplay
@@ -59,7 +59,6 @@ from .sources import (
     needs,
     with_trainer_states,
 )
-from .table import RecoveryTable
 from .timeline import Milestone
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ..policy.lineage import number_of
 from ..ports import Json, Transport
 from ..storage.small_files import INFORMING_BYTES, put_aside, read_small
 from ..types import RecoveryPlan, Topology
-from .table import RecoveryTable
+from .exactness import RecoveryTable
 
 log = logging.getLogger(__name__)
 
