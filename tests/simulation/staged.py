@@ -25,13 +25,13 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineag
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
-from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState
 from megatron.core.dist_checkpointing.moe.recovery.recovery import (
     Recovery,
     RecoveryOutcome,
     Waiting,
 )
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
+from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports

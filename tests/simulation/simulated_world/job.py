@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState
+from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .lanes import FakeClock, FakeLane

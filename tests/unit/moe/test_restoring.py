@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.megatron_state import restore
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
-from megatron.core.dist_checkpointing.moe.recovery.kept_state import KeptState, keep, take
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
+from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState, keep, take
 from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPlan, ReplaySegment, Scope, Topology
 
 

@@ -35,8 +35,8 @@ from ..policy.boundary import tensor_shape
 from ..policy.lineage import Identity
 from ..policy.parking import Cause, ParkingBudget, StepPhase
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
-from ..recovery.kept_state import KeptState
 from ..recovery.recovery import RollForward
+from ..recovery.sources import KeptState
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.memory_limit import taken_bytes

@@ -45,12 +45,12 @@ from ..types import CONSTANT, GRADIENTS, PARKED, STANDBY, Lost, RecoveryPlan, St
 from .exactness import ComparedIterations, Divergence, RecoveryTable, compared_in, exactness
 from .findings import Digest, Judge, Overview, digest
 from .inventory import Catalogue, CopyLocation
-from .kept_state import KeptReplay
 from .local_inventory import Findings, LocalInventory, by_window
 from .reductions import EndedRecovery
 from .restoring import RecoveryPorts, RestoreTask, absent
 from .sources import (
     GatheredMetadata,
+    KeptReplay,
     RefusedCopies,
     comparable_iterations,
     gather_metadata,

@@ -54,8 +54,16 @@ from ..types import (
 from ..types.operators import scaled
 from .exactness import DivergenceNotes
 from .inventory import CopyLocation
-from .kept_state import KeptReplay, KeptState
-from .sources import GatheredMetadata, RefusedCopies, SnapshotRequest, StepOutcome, Travels, requested
+from .sources import (
+    GatheredMetadata,
+    KeptReplay,
+    KeptState,
+    RefusedCopies,
+    SnapshotRequest,
+    StepOutcome,
+    Travels,
+    requested,
+)
 from .timeline import Milestone, Timestamps
 
 log = logging.getLogger(__name__)

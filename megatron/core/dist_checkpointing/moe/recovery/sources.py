@@ -1,4 +1,4 @@
-"""What a rank takes of what was found for a plan: the snapshots that it needs, and what one rank knows for all.
+"""What a rank takes of what was found for a plan: snapshots, what one rank knows for all, and what it kept itself.
 
 A plan names copies by tier and node; here each becomes a `SnapshotRequest`: which entry of which rank, and what part of
 it. Who has it is asked for it (`requested`), so that both sides know what travels, in the same order.
@@ -15,17 +15,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from operator import itemgetter, or_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..policy.availability import OperatorOrder
+from ..policy.lineage import Lineage
 from ..policy.rollback import feeds
 from ..ports import Json, Reader, SnapshotId, StoreFailure, Transport
 from ..replication.agreement import exchanged, merged
 from ..types import (
     GRADIENTS,
     LOG,
+    PARKED,
     Copy,
     Direction,
     Inventory,
@@ -37,6 +40,7 @@ from ..types import (
     Tier,
     Topology,
 )
+from .exactness import ComparedIterations
 from .findings import Digest
 from .inventory import Catalogue, CopyLocation, SnapshotEntry
 from .reductions import Summary
@@ -337,3 +341,77 @@ def gather_metadata(
         {at: StepOutcome(StepJournal.from_data(journal), trainer) for at, (journal, trainer) in read.items()},
     )
     return known.summary.added_to(plan, order), metadata
+
+
+# The state that a process kept through the loss of others: parked, and still in its tensors as it was parked.
+#
+# Whoever recovers from that very snapshot has nothing to copy back. Or the state is that between two iterations of a
+# replay, which continues from there where the next plan has the same replay (MoEvement App. A). It is noted where a
+# process stays in its slot, and taken by the next session in it, which is the first that may change the state.
+
+
+@dataclass(frozen=True)
+class KeptReplay:
+    """A replay that a fault of other stages has interrupted between two iterations, on all its ranks at the same one.
+
+    Args:
+        segment: What is run again, by which stages, and what is frozen meanwhile.
+        timeline: Of the snapshots that it was begun from.
+        iteration: The last one that was run again, and the state after it loaded.
+        scalars: What the trainer has beside operators.
+        tensors: Its random states.
+        compared: As of `Replay`.
+    """
+
+    segment: ReplaySegment
+    timeline: Lineage
+    iteration: int
+    scalars: Mapping[str, Json]
+    tensors: Mapping[str, bytes]
+    compared: ComparedIterations
+
+
+@dataclass
+class KeptState:
+    """Which snapshot live tensors equal; none once something else was restored.
+
+    Args:
+        iteration: After which they are the state; None: of nothing that is known.
+        timeline: What the manifest of the parked snapshot says of the attempts before it.
+        replay: How far a replay has brought them, in place of a snapshot.
+    """
+
+    iteration: int | None = None
+    timeline: Json = None
+    replay: KeptReplay | None = None
+
+    def is_that_of(self, readers: Iterable[Reader]) -> bool:
+        """Whether all of these snapshots of this rank, and there are some, are the one that live tensors equal."""
+        manifests = [reader.manifest for reader in readers]
+        return bool(manifests) and all(
+            (one.snapshot.kind, one.snapshot.iteration) == (PARKED, self.iteration)
+            and one.facts.scalars.get("timeline") == self.timeline
+            for one in manifests
+        )
+
+    def forget(self) -> None:
+        """Something else is about to be written to them."""
+        self.iteration = self.timeline = self.replay = None
+
+
+_KEPT: WeakKeyDictionary[Any, KeptState] = WeakKeyDictionary()
+
+
+def keep(optimizer: Any, state: KeptState) -> None:
+    """Until the next session takes up this optimizer and its model, nobody changes them.
+
+    Args:
+        optimizer: Of the live state.
+        state: What it is, with the model.
+    """
+    _KEPT[optimizer] = state
+
+
+def take(optimizer: Any) -> KeptState:
+    """What was kept, which may be nothing; once."""
+    return _KEPT.pop(optimizer, KeptState())

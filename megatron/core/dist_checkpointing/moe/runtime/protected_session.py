@@ -33,9 +33,9 @@ from ..policy.lineage import Identity, attempt_name, continued, number_of
 from ..policy.parking import Cause
 from ..ports import Execution, Layout
 from ..recovery.exactness import DivergenceNotes
-from ..recovery.kept_state import KeptState, keep, take
 from ..recovery.recovery import Recovery
 from ..recovery.restoring import RecoveryPorts
+from ..recovery.sources import KeptState, keep, take
 from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator

@@ -24,8 +24,8 @@ from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.lineage import Identity
 from ..policy.parking import StepPhase
 from ..ports import Transport
-from ..recovery.kept_state import KeptReplay
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
+from ..recovery.sources import KeptReplay
 from ..replay.densify import Replay
 from ..resharding.store import PreviousWindow
 from ..strategies import Strategy
