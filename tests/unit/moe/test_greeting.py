@@ -19,9 +19,9 @@ from torch.distributed import HashStore
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
-from megatron.core.dist_checkpointing.moe.replication import greeting
+from megatron.core.dist_checkpointing.moe.replication import interface
 from megatron.core.dist_checkpointing.moe.replication.connections import HELLO, Connections
-from megatron.core.dist_checkpointing.moe.replication.greeting import Greeting
+from megatron.core.dist_checkpointing.moe.replication.interface import Greeting
 from megatron.core.dist_checkpointing.moe.resharding.record_server import RecordServer, RemoteRecords
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks
 
@@ -189,7 +189,7 @@ def hung_up_on(connection: socket.socket) -> bool:
 def test_who_says_its_hello_a_byte_at_a_time_has_no_longer_than_others(
     greeted: Greeted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "HELLO_S", 1.0)
+    monkeypatch.setattr(interface, "HELLO_S", 1.0)
     with greeted.called() as slow:
         begun_s = time.monotonic()
         slow.settimeout(0.2)
@@ -218,7 +218,7 @@ def test_a_hello_in_pieces_is_one(greeted: Greeted) -> None:
 def test_of_too_many_silent_callers_the_oldest_are_hung_up_on(
     greeted: Greeted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "MOST", 4)
+    monkeypatch.setattr(interface, "MOST", 4)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(greeted.called()) for _ in range(6)]
         assert all(map(hung_up_on, silent[:2]))
@@ -237,7 +237,7 @@ def said_of_strangers(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_strangers_are_reported_once_in_a_period_with_where_they_came_from(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "PERIOD_S", 1.0)
+    monkeypatch.setattr(interface, "PERIOD_S", 1.0)
     one = Greeted()
     port = one.listener.getsockname()[1]
     with caplog.at_level(logging.WARNING):
@@ -308,4 +308,4 @@ def test_callers_that_are_not_greeted_yet_are_among_those_that_a_forked_child_cl
 
 def test_the_page_on_security_says_how_many_callers_are_waited_for_and_for_how_long() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
-    assert re.search(rf"at most {greeting.MOST} .* {greeting.HELLO_S:g} s", page), page
+    assert re.search(rf"at most {interface.MOST} .* {interface.HELLO_S:g} s", page), page

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..device import device_thread
-from .greeting import BACKLOG, Greeting
+from .interface import BACKLOG, Greeting
 
 CHUNK_BYTES = 8 << 20
 """Most bytes of one call; each must arrive within the timeout of whoever waits."""

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..ports import MappedReader, PeerLost, SnapshotId
 from ..replication.connections import keep_alive, receive_over, send_over
-from ..replication.greeting import BACKLOG, Greeting
+from ..replication.interface import BACKLOG, Greeting
 from ..storage.base import SnapshotReader
 from ..storage.manifest import decode, encode
 from ..types.layout import Manifest, Record

@@ -37,7 +37,7 @@ from ..errors import PeerSilent
 from ..ports import PeerLost
 from ..replication.agreement import ranks_named
 from ..replication.connections import hang_up, keep_alive
-from ..replication.greeting import BACKLOG, Greeting
+from ..replication.interface import BACKLOG, Greeting
 
 log = logging.getLogger(__name__)
 
