@@ -26,8 +26,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Manifest, NoRoom, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import connections, staged
-from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.replication.round import Exchange, ReplicaOffer
+from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, ReplicaOffer, Replicator
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.replication.transports import TRANSPORTS
 from megatron.core.dist_checkpointing.moe.storage.manifest import decode, encode

@@ -17,8 +17,7 @@ from megatron.core.dist_checkpointing.moe.megatron_state.operators import ShardS
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
-from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.replication.round import Exchange, ReplicaOffer
+from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, ReplicaOffer, Replicator
 from megatron.core.dist_checkpointing.moe.storage.manifest import encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology

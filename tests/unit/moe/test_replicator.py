@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, PeerLost, StoreFailure
-from megatron.core.dist_checkpointing.moe.replication import round as exchange_round
+from megatron.core.dist_checkpointing.moe.replication import replicator as exchanges
 from megatron.core.dist_checkpointing.moe.replication.agreement import ConnectionEpochs
 from megatron.core.dist_checkpointing.moe.replication.messages import (
     HEADER_BYTES,
@@ -35,8 +35,7 @@ from megatron.core.dist_checkpointing.moe.replication.messages import (
     encode_header,
     encode_table,
 )
-from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
-from megatron.core.dist_checkpointing.moe.replication.round import Exchange, ReplicaOffer
+from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, ReplicaOffer, Replicator
 
 HANG_TIMEOUT_S = 30.0
 
@@ -466,7 +465,7 @@ class Sending:
 
 
 def test_where_sends_have_a_pace_both_sides_cut_messages_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_round, "SEND_CHUNK_BYTES", 10)
+    monkeypatch.setattr(exchanges, "SEND_CHUNK_BYTES", 10)
     network, rooms, sends = Network(), [Room(), Room()], [Sending(), Sending()]
     raw = {0: bytes(range(25)), 1: b""}
 

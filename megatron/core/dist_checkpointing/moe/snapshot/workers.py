@@ -30,8 +30,7 @@ from ..ports import (
     Transport,
 )
 from ..replication.receiver import ReplicaReceiver
-from ..replication.replicator import Replicator
-from ..replication.round import ReplicaOffer
+from ..replication.replicator import ReplicaOffer, Replicator
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan

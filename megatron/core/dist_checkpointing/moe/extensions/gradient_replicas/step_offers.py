@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ...ports import Manifest, MappedReader, RecordedStep
-from ...replication.round import Exchange
+from ...replication.replicator import Exchange
 from ...strategies import Piece
 from ...types import OperatorId
 from .recomputation import encode, follow, gradient_bytes, made_by_step
