@@ -15,8 +15,7 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
 from ..ports import Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
-from .generation import Assembly, Generation, LiveLayout, described, generations, snapshots_of
-from .reader import ReshardedReader
+from .generation import Assembly, Generation, LiveLayout, ReshardedReader, described, generations, snapshots_of
 from .survivors import SurvivingMemory
 
 log = logging.getLogger(__name__)
