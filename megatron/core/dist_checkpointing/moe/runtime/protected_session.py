@@ -47,7 +47,7 @@ from ..snapshot.workers import Persister, ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
-from .live_state import LiveState, Training
+from .live_state import LiveState, RankMemory, Training
 from .opening import Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
 from .previous_layout import PreviousLayout
 from .process_info import (
@@ -59,7 +59,6 @@ from .process_info import (
     slot_of,
     take_over_renamed,
 )
-from .rank_memory import RankMemory
 from .restart import Restart
 from .session import Request, Session
 from .status import StatusBoard
