@@ -39,6 +39,7 @@ from ..recovery.sources import KeptState, keep, take
 from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
 from ..replication.agreement import raise_on_all_ranks
 from ..replication.replicator import Replicator
+from ..resharding.store import NoStorage, PreviousLayout
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging
@@ -49,13 +50,13 @@ from ..types import StepJournal
 from ..versions import check_versions, found_versions
 from .live_state import LiveState, RankMemory, Training
 from .opening import Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
-from .previous_layout import PreviousLayout
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,
     memory_folder,
     open_persistent,
     replicas_placed,
+    resharding,
     slot_of,
     take_over_renamed,
 )
@@ -191,9 +192,12 @@ class ProtectedSession(Session):
         self._attempt = attempt_name(max(number for number, _ in told), self._token)
 
     def _prepare_restart(self, execution: Execution | None) -> None:
-        facts, places = self._identity.topology, (self.place, self.memory.store, self._persistent)
-        live = partial(self.state.layout, facts)
-        older = PreviousLayout(self.config, *places, facts, live, self.patient, self._address)
+        facts, config = self._identity.topology, self.config
+        older = PreviousLayout(
+            self.job_id, self.place.node, self.memory.store, self._persistent,
+            partial(resharding, config, NoStorage(), partial(self.state.layout, facts), facts, self._rank),
+            facts, self.patient, self._address, config.timeout_s,
+        )  # fmt: skip
         self.held.callback(older.close)
         ports = RecoveryPorts(
             memory=self.memory.store,

@@ -27,11 +27,10 @@ from ..ports import Transport
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..recovery.sources import KeptReplay
 from ..replay.densify import Replay
-from ..resharding.store import PreviousWindow
+from ..resharding.store import PreviousLayout, PreviousWindow
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState
-from .previous_layout import PreviousLayout
 from .session import Request
 
 log = logging.getLogger(__name__)
