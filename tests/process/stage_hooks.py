@@ -59,7 +59,7 @@ class Alone(Frozen):
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology
-        from megatron.core.dist_checkpointing.moe.stock.deferred_saves import SuppressedEffects
+        from megatron.core.dist_checkpointing.moe.stock.iteration import SuppressedEffects
         from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
         from megatron.training import training
 

@@ -47,9 +47,17 @@ from ..runtime.silent_ranks import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
 from . import dense, flags
-from .deferred_saves import DeferredSaves, SuppressedEffects
 from .dense import StockSaves, newest_checkpoint, written_folder
-from .iteration import CommonIterations, Report, StockCounts, StockIteration, boundary, mean_loss
+from .iteration import (
+    CommonIterations,
+    DeferredSaves,
+    Report,
+    StockCounts,
+    StockIteration,
+    SuppressedEffects,
+    boundary,
+    mean_loss,
+)
 from .resumed_settings import flags_hold, refuse_another_model, refuse_other_flags, shaping_flags, told
 from .seams import Call, Hook
 from .survivors import Survivors
