@@ -97,10 +97,9 @@ ROWS = {
         "megatron.core torch",
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
-    f"{ENGINE}.preconditions": Row("config contradictions errors features runtime", "megatron.core torch"),
     f"{ENGINE}.manager": Row(
-        "config core_versions errors in_place local_recovery megatron_state preconditions recovery runtime standby"
-        " strategies types",
+        "config contradictions core_versions errors features in_place local_recovery megatron_state recovery runtime"
+        " standby strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge_survivors": Row("core_versions in_place", "megatron.core torch"),

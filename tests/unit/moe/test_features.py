@@ -13,7 +13,7 @@ import pytest
 from stock_stand_in import arguments
 from tiers import tier_of
 
-from megatron.core.dist_checkpointing.moe import bridge, features, preconditions
+from megatron.core.dist_checkpointing.moe import bridge, features, manager
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.features import FEATURES, Feature, Loop, Refused, Works
@@ -52,7 +52,7 @@ def refusal(loop: Loop, config: MoECheckpointConfig) -> str:
             bridge.protected(lambda: None, config)
         else:
             model = SimpleNamespace(num_moe_experts=4, pipeline_model_parallel_size=2)
-            preconditions.refuse_contradictions(config, SimpleNamespace(ddp_config=None), model)  # type: ignore[arg-type]
+            manager.refuse_contradictions(config, SimpleNamespace(ddp_config=None), model)  # type: ignore[arg-type]
     except UsageError as error:
         return str(error)
     return ""

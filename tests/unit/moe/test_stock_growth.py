@@ -12,7 +12,7 @@ import pytest
 import torch
 from stock_stand_in import Manager, arguments, one_rank, stand_in
 
-from megatron.core.dist_checkpointing.moe import preconditions
+from megatron.core.dist_checkpointing.moe import manager
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewProcessesNeeded, PeerLost, Terminated, UsageError
 from megatron.core.dist_checkpointing.moe.extensions.elastic import growth
@@ -128,6 +128,6 @@ def test_the_loop_leaves_with_its_memory_kept_once_nodes_wait(tmp_path: Path, mo
 def test_any_loop_is_refused_sizes_that_it_could_not_have() -> None:
     model = SimpleNamespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
     model.expert_model_parallel_size, model.expert_tensor_parallel_size, model.num_moe_experts = 1, None, 4
-    preconditions.refuse_sizes_that_do_not_fit(ELASTIC, model, 4, 1)
+    manager.refuse_sizes_that_do_not_fit(ELASTIC, model, 4, 1)
     with pytest.raises(UsageError, match="--global-batch-size 3 does not divide"):
-        preconditions.refuse_sizes_that_do_not_fit(ELASTIC, model, 3, 1)
+        manager.refuse_sizes_that_do_not_fit(ELASTIC, model, 3, 1)

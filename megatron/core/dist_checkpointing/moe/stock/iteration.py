@@ -1,4 +1,4 @@
-"""An iteration of the stock loop: how it came out, what stages send, what the loop counts, and what follows after it."""
+"""An iteration of the stock loop: how it came out, what stages send, what the loop counts, and what follows it."""
 
 from __future__ import annotations
 
