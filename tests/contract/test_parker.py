@@ -12,8 +12,8 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parked, Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Decision

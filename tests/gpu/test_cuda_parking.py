@@ -11,8 +11,8 @@ from gpu_place import DEVICE, copy_engine, needs_device, sized
 from no_trainer import NoTrainer
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
-from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity

@@ -200,8 +200,8 @@ class Parking(Frozen):
 
     def _parker(self) -> Any:
         from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
-        from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers, LiveGradients
         from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
+        from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers, LiveGradients
         from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
         from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
@@ -345,7 +345,7 @@ class Parking(Frozen):
 
     def come_back(self, parked: Any, after: Moment) -> None:
         """As after a restart: nothing is known but what is parked, and the journal and the scalars of the target."""
-        from megatron.core.dist_checkpointing.moe.local_recovery.gradients import roll_forward
+        from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import roll_forward
         from megatron.core.dist_checkpointing.moe.ports import RANDOM, SnapshotId
         from megatron.core.dist_checkpointing.moe.types import GRADIENTS, PARKED, Part
 

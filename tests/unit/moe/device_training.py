@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.local_recovery import boundary_copies
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import BoundaryRecorder, fingerprint
-from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId

@@ -17,7 +17,7 @@ from device_training import LOGS, TRAINING, Findings, Training, trained
 
 from megatron.core.dist_checkpointing.moe.device import Arriving
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
-from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
 from megatron.core.dist_checkpointing.moe.snapshot import background
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine

@@ -1,7 +1,7 @@
 """What frozen execution and the guard of a step rely on in Megatron-Core is what was read, in each release.
 
-Where this fails, read what has changed, see whether `replay/patches.py`, `replay/execution.py`,
-`local_recovery/step_guard.py` and `local_recovery/gradients.py` still hold, run
+Where this fails, read what has changed, see whether `replay/patches.py`, `replay/execution.py`
+and `local_recovery/step_guard.py` still hold, run
 `tests/process/test_frozen_execution.py` and `tests/process/test_parking.py`, and only then take over the new digest.
 A row has one digest for each release of `upstream.RELEASES`.
 """

@@ -18,8 +18,8 @@ from no_trainer import NoTrainer
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
-from megatron.core.dist_checkpointing.moe.local_recovery.gradients import LiveBuffers
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parked, Parker, ParkPorts
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.local_recovery.gradients import Prepared
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import Prepared
 
 SCALE = 8.0
 

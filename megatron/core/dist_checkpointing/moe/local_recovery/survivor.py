@@ -48,9 +48,8 @@ from ..types import PARKED, StepJournal, Topology
 from .boundary_copies import BoundaryRecorder, LogPlan
 from .boundary_logs import BoundaryLogs, LogPorts
 from .communicator import BoundaryCommunicator
-from .gradients import LiveBuffers, LiveGradients, Prepared, roll_forward
 from .park import Parker, ParkPorts, park_sizes
-from .step_guard import StepGuard
+from .step_guard import LiveBuffers, LiveGradients, Prepared, StepGuard, roll_forward
 
 log = logging.getLogger(__name__)
 
