@@ -31,7 +31,7 @@ def another_loss(iterations: Collection[int], share: float = 1e-6) -> Iterator[N
 def a_wrong_byte(rank: int, iteration: int, microbatch: int) -> Iterator[None]:
     """Whenever `rank` replays without its neighbours, a byte of the activations of a microbatch that it is served is
     wrong, as if its log had been sealed like that."""
-    from megatron.core.dist_checkpointing.moe.local_recovery.stage_source import StageSource
+    from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import StageSource
     from megatron.core.dist_checkpointing.moe.types import Direction
 
     received, served = StageSource.received, 0

@@ -268,7 +268,7 @@ class Alone(Frozen):
         self, stages: tuple[int, ...], iteration: int, frozen: set[Any], sent_in: int | None = None
     ) -> Any:
         """Run one iteration again with what the neighbours outside sent; how it came out."""
-        from megatron.core.dist_checkpointing.moe.local_recovery.stage_source import StageSource
+        from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import StageSource
         from megatron.core.dist_checkpointing.moe.types import StepJournal
 
         outsider = next(rank for rank in range(len(self.owned)) if self.topology.stage(rank) not in stages)

@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import fingerprint
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import StageSource
 from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
-from megatron.core.dist_checkpointing.moe.local_recovery.stage_source import StageSource
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Reader, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import Direction, boundary_key

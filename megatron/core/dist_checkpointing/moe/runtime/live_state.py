@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
 from ..extensions import Share
-from ..local_recovery.stage_source import StageSource
+from ..local_recovery.boundary_logs import StageSource
 from ..local_recovery.survivor import LiveTensors, Passes, Survivor, SurvivorBuffers
 from ..megatron_state.megatron import (
     copies_embeddings,
