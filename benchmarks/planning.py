@@ -14,10 +14,9 @@ from typing import Any
 
 from harness import Benchmark, quartiles, row, rule, spread, start
 
-from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.policy.recovery import plan_recovery
-from megatron.core.dist_checkpointing.moe.policy.window import Schedule, joint_schedules
+from megatron.core.dist_checkpointing.moe.policy.window import ORDERINGS, Schedule, joint_schedules
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     BoundaryLog,

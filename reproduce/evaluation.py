@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.window import Lane
+from megatron.core.dist_checkpointing.moe.policy.window import Lane, hard_count
 from megatron.core.dist_checkpointing.moe.types import Window
 from moe_ckpt.simulator.behaviour import Behaviour
 from moe_ckpt.simulator.closed_form import ettr as closed_form

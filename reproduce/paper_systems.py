@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
-from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule, joint_schedules
+from megatron.core.dist_checkpointing.moe.policy.window import Lane, Schedule, hard_count, joint_schedules
 from moe_ckpt.simulator.behaviour import Behaviour, Nodes, RecoveryCost
 from moe_ckpt.simulator.paper_window import paper_schedule, paper_window
 from moe_ckpt.simulator.shards import owned_operators, shard_sizes

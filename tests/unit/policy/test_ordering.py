@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.ordering import (
+from megatron.core.dist_checkpointing.moe.policy.window import (
     ORDERINGS,
     capacity_aware,
     hard_count,

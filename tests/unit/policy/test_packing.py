@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from window_cases import WINDOWS, byte_aware_schedule, even_budget, is_even, named, scheduled
 
-from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
+from megatron.core.dist_checkpointing.moe.policy.window import hard_count
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, OperatorSize, Topology, expert
 from moe_ckpt.simulator.models import PRESETS
 from moe_ckpt.simulator.paper_window import paper_schedule

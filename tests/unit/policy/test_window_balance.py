@@ -23,7 +23,7 @@ from window_cases import (
     some_sizes,
 )
 
-from megatron.core.dist_checkpointing.moe.policy.ordering import ORDERINGS, hard_count
+from megatron.core.dist_checkpointing.moe.policy.window import ORDERINGS, hard_count
 from megatron.core.dist_checkpointing.moe.types import (
     FP16_FP32,
     PRECISIONS,

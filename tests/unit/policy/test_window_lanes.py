@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from window_cases import byte_aware_schedule
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.ordering import hard_count
 from megatron.core.dist_checkpointing.moe.policy.window import (
     Lane,
     Schedule,
+    hard_count,
     joint_schedules,
     merge,
 )

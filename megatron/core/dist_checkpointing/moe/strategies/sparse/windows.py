@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import UsageError
-from ...policy.ordering import ORDERINGS, Counts, capacity_aware, should_reorder
-from ...policy.window import joint_schedules, merge
+from ...policy.window import ORDERINGS, Counts, capacity_aware, joint_schedules, merge, should_reorder
 from ...types import OperatorId, OperatorSize, Window, expert
 from ..base import BufferSpec, Job, Throughput, constant_buffers
 from ..interval_policy import Costs
