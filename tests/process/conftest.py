@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from attempts import Cluster
+from digested_runs import ended
 from engine import world_with_engine
 from runs import Launch, Layout, Start, Train, flags
-from sparse_runs import Case, FaultFree, Run
+from sparse_runs import LENGTH, Case, FaultFree, Run
 from sparse_runs import fault_free as run_fault_free
-from world import HANG_TIMEOUT_S, ROOT, Hook, Outcome, Running, World
+from world import HANG_TIMEOUT_S, Hook, Outcome, Running, World, node_memory, run_to_end
 
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
 
@@ -33,6 +30,28 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.fixture(scope="module")
 def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     yield from world_with_engine(tmp_path_factory.mktemp("engine-world"))
+
+
+@pytest.fixture
+def engine_cluster(engine_world: World, corpus: str) -> Iterator[Cluster]:
+    """As `cluster`, with Transformer Engine."""
+    with node_memory() as folder:
+        yield Cluster(engine_world, corpus, folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Run]:
+    """The training of a case with Transformer Engine, without faults and protection; trained once."""
+    kept: dict[object, Run] = {}
+
+    def run(case: Case) -> Run:
+        if case.training not in kept:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            given = (*LENGTH, *case.model, "--metrics-jsonl", folder / "reports")
+            kept[case.training] = ended(engine_world, corpus, case.layout, folder, *given)
+        return kept[case.training]
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -89,9 +108,8 @@ def save(tmp_path: Path) -> Path:
 @pytest.fixture
 def cluster(world: World, corpus: str) -> Iterator[Cluster]:
     """Runs jobs that are killed and restarted, with their memory tier on the machine's tmpfs."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
-        yield Cluster(world, corpus, Path(folder))
+    with node_memory() as folder:
+        yield Cluster(world, corpus, folder)
 
 
 @pytest.fixture(scope="session")
@@ -132,20 +150,6 @@ def launch(corpus: str, tmp_path: Path) -> Launch:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(scratch),
         }
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own | environment, stdout=pipe, stderr=pipe, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            pytest.fail(f"{' '.join(command)} did not end within {timeout_s:.0f} s; it said:\n{out}\n{err}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
+        return run_to_end(command, timeout_s, **own | environment)
 
     return run

@@ -15,7 +15,7 @@ from boundary_hooks import BASE, ITERATIONS, JOB, KILLED_IN, logged
 from effort import cases
 from runs import Layout, Start, flags
 from stock_trainer import configured
-from world import World
+from world import World, node_memory
 
 from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
@@ -82,9 +82,8 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def tmpfs() -> Iterator[Path]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
-        yield Path(folder)
+    with node_memory() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module", params=CASES)

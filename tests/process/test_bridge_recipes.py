@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from bridge_wheel import why_not
-from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
+from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT, node_memory, run_to_end
 
 pytestmark = [
     pytest.mark.ci,
@@ -43,11 +41,8 @@ Processes = dict[str, list[str]]
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in the memory of this node."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
+    with node_memory() as folder:
+        yield folder
 
 
 def run(folder: Path, launcher: list[str], moe_ckpt: dict[str, object], **environment: str) -> tuple[int, str]:
@@ -64,19 +59,8 @@ def run(folder: Path, launcher: list[str], moe_ckpt: dict[str, object], **enviro
     path = os.pathsep.join(str(ROOT / name) for name in ("tools", "tests/process", "tests/stock", ""))
     # As the page says: else torch gives restarted ranks the addresses of dead ones.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environment
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"the job did not end; it said:\n{process.communicate()[0]}")
-    finally:  # nothing that it started outlives it
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, said
+    job = run_to_end(command, HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S, stderr=subprocess.STDOUT, **environment)
+    return job.returncode, job.stdout
 
 
 def left(folder: Path) -> tuple[CameOut, Processes]:

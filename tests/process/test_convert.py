@@ -15,7 +15,7 @@ import pytest
 from attempts import Cluster
 from runs import Layout, Train, differences, digest, exact, published
 from sparse_runs import BF16, DROPOUT, EXPERT_BIAS, LENGTH, SHARED
-from world import HANG_TIMEOUT_S, ROOT, World
+from world import HANG_TIMEOUT_S, ROOT, World, node_memory
 
 from moe_ckpt.checkpoints.comparison import differing_values, structure
 from moe_ckpt.checkpoints.places import locate
@@ -40,10 +40,10 @@ class Source:
 
 @pytest.fixture(scope="module")
 def source(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    folder, shared = tmp_path_factory.mktemp("source"), Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-", dir=shared if shared.is_dir() else None) as memory:
+    folder = tmp_path_factory.mktemp("source")
+    with node_memory() as memory:
         made = Source(folder / "storage", folder / "saved")
-        Cluster(world, corpus, Path(memory)).run(
+        Cluster(world, corpus, memory).run(
             LAYOUT, *LENGTH, *MODEL, "--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", WINDOW,
             "--moe-ckpt-persist-dir", made.storage, "--moe-ckpt-persist-interval", WINDOW,
             "--save", made.saved, "--save-interval", "1", "--exit-interval", STOPPED_AT,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from world import HANG_TIMEOUT_S, ROOT
+from world import HANG_TIMEOUT_S, ROOT, run_to_end
 
 EXAMPLES = ROOT / "examples"
 LONGEST_S = 5 * HANG_TIMEOUT_S
@@ -44,17 +40,9 @@ def without_numbers(text: str) -> str:
 
 def run(command: list[str], **environment: str) -> str:
     """What a command that ends well writes to standard output; all that it started ends with it."""
-    variables = os.environ | {"MOE_CKPT_PYTHON": sys.executable} | environment
-    process = subprocess.Popen(
-        command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        said, trouble = process.communicate(timeout=LONGEST_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said + trouble
-    return said
+    ended = run_to_end(command, LONGEST_S, **{"MOE_CKPT_PYTHON": sys.executable} | environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 @pytest.mark.full

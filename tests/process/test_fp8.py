@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attempts
 import fp8_hooks as hooks
 import pytest
 from attempts import Cluster
+from digested_runs import Seen, check_saves_resume, examined, killed_under, unlike
 from effort import cases
 from local_runs import assert_only_replayed, recover
-from runs import Layout, flags
-from sparse_runs import LENGTH, UNTIED, Case, Run, assert_replayed, killed, weighed
+from runs import Layout
+from sparse_runs import UNTIED, Case, Run, assert_replayed, killed
 from world import Hook, World
 
 ENGINE = ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid")
@@ -29,50 +26,6 @@ TENSORWISE = ("--fp8-recipe", "tensorwise")
 GROUPED = ("--moe-grouped-gemm",)
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 PAIR, GRID = Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
-
-
-@pytest.fixture
-def engine_cluster(engine_world: World, corpus: str) -> Iterator[Cluster]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
-        yield Cluster(engine_world, corpus, Path(folder))
-
-
-def states(folder: Path, ranks: int) -> list[dict[str, str]]:
-    """Digests of what each rank had at the end."""
-    return [json.loads((folder / f"state-{rank}.json").read_text()) for rank in range(ranks)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Run]:
-    """The training of a case without faults and protection; trained once."""
-    kept: dict[Any, Run] = {}
-
-    def run(case: Case) -> Run:
-        layout, model, _ = case.training
-        if case.training not in kept:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            argv = flags(corpus, layout, *LENGTH, *model, "--metrics-jsonl", str(folder / "reports"))
-            outcome = engine_world.run(argv, layout.ranks, [partial(hooks.digested, str(folder))])
-            assert set(outcome.codes) == {0}, outcome.said
-            kept[case.training] = Run(folder, (outcome,))
-        return kept[case.training]
-
-    return run
-
-
-def differences(run: Run, expected: Run, ranks: int) -> list[str]:
-    """What is not the same to the last bit: of the state at the end on each rank, and of the reports."""
-    found = [
-        f"{name} on rank {rank}"
-        for rank, (one, other) in enumerate(zip(states(run.folder, ranks), states(expected.folder, ranks), strict=True))
-        for name in {**one, **other}
-        if one.get(name) != other.get(name)
-    ]
-    was = {report["iteration"]: weighed(report) for report in expected.reports}
-    return found + [
-        f"report of {report['iteration']}" for report in run.reports if weighed(report) != was[report["iteration"]]
-    ]
 
 
 @pytest.mark.full
@@ -98,28 +51,23 @@ def test_killed_jobs_replay_with_frozen_operators_and_end_as_if_nothing_had_happ
     run = killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
     assert len(run.outcomes) == 3
     assert_replayed(run, int(case.window))
-    assert not differences(run, undisturbed(case), layout.ranks)
+    assert not unlike(run, undisturbed(case), layout)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("strategy", ["full", pytest.param("pec", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["full", pytest.param("pec --moe-ckpt-pec-k-snapshot 1", marks=pytest.mark.full)])
 def test_other_strategies_bring_back_what_they_have(
     strategy: str, undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
 ) -> None:
     # Snapshots of `full` are restored with overlap on: what follows from weights is made by no gather of core's then.
     case = Case(PAIR, (*ENGINE, *WEIGHTS, *DELAYED, *GROUPED, *OVERLAP), faults=("1@8:forward-backward",))
-    faults = [part for fault in case.faults for part in ("--moe-ckpt-inject-fault", fault)]
-    chosen = ["--moe-ckpt-strategy", strategy, *(["--moe-ckpt-pec-k-snapshot", "1"] if strategy == "pec" else [])]
-    argv = [*LENGTH, *case.model, "--metrics-jsonl", tmp_path / "reports", *chosen, *faults]
-    outcomes = engine_cluster.run(PAIR, *argv, hooks=[partial(hooks.digested, str(tmp_path))])
-    assert len(outcomes) == 2
+    run = killed_under(strategy.split(), engine_cluster, case, tmp_path)
     if strategy == "full":
-        assert re.search(r"recovered iteration \d+ exactly", outcomes[1].said)
-        assert not differences(Run(tmp_path, tuple(outcomes)), undisturbed(case), PAIR.ranks)
+        assert re.search(r"recovered iteration \d+ exactly", run.outcomes[1].said)
+        assert not unlike(run, undisturbed(case), PAIR)
     else:
-        reports = Run(tmp_path).reports
-        assert reports[-1]["iteration"] == 18
-        assert all(math.isfinite(report["lm_loss"]) for report in reports)
+        assert run.reports[-1]["iteration"] == 18
+        assert all(math.isfinite(report["lm_loss"]) for report in run.reports)
 
 
 MUTATIONS: dict[str, tuple[Hook, str]] = {
@@ -152,27 +100,24 @@ def test_losses_alone_would_not_tell_that_scales_are_those_of_the_first_snapshot
     changed = (partial(hooks.digested, str(folder)), partial(hooks.scales_changed, "first snapshot"))
     run = killed(engine_cluster, MUTATED, folder, hooks=(*changed, hooks.not_compared))
     assert run.replays  # to its end: nothing was noticed
-    assert differences(run, undisturbed(MUTATED), PAIR.ranks)
+    assert unlike(run, undisturbed(MUTATED), PAIR)
 
 
 @pytest.fixture(scope="module")
-def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a small job found in its state."""
+def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("examined")
-    argv = flags(corpus, PAIR, *MUTATED.model, *OVERLAP)
-    outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.examined, str(folder))])
-    assert set(outcome.codes) == {0}, outcome.said
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
+    hooked = [partial(hooks.examined, str(folder))]
+    return examined(engine_world, corpus, PAIR, folder, (*MUTATED.model, *OVERLAP), hooked)
 
 
-def test_weights_are_float8_tensors_whose_products_see_few_values(seen: list[dict[str, Any]]) -> None:
+def test_weights_are_float8_tensors_whose_products_see_few_values(seen: Seen) -> None:
     for facts in seen:
         assert facts["weights"] == ["Float8Tensor"]
         assert max(facts["values"]) <= 256
         assert facts["products"] > 0
 
 
-def test_every_part_of_the_state_is_missed_by_name(seen: list[dict[str, Any]]) -> None:
+def test_every_part_of_the_state_is_missed_by_name(seen: Seen) -> None:
     for facts in seen:
         assert facts["missing"]["nothing"] == ""
         for left_out, name in hooks.LEFT_OUT.items():
@@ -180,11 +125,11 @@ def test_every_part_of_the_state_is_missed_by_name(seen: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("part", ["EVERYTHING", "MASTER_AND_MOMENTS"])
-def test_a_poisoned_state_comes_back_with_scales_and_transposes(part: str, seen: list[dict[str, Any]]) -> None:
+def test_a_poisoned_state_comes_back_with_scales_and_transposes(part: str, seen: Seen) -> None:
     assert [facts["restored"][part] for facts in seen] == [[], []]
 
 
-def test_a_full_state_has_the_bytes_of_the_table(seen: list[dict[str, Any]]) -> None:
+def test_a_full_state_has_the_bytes_of_the_table(seen: Seen) -> None:
     """Row 2 of MoEvement Table 7: masters and moments of 4 bytes; weights are cast from them again."""
     for facts in seen:
         assert facts["bytes"]["full"] == 12
@@ -200,19 +145,7 @@ def test_a_full_state_has_the_bytes_of_the_table(seen: list[dict[str, Any]]) -> 
     ],
 )
 def test_saves_resume_to_the_bit(model: tuple[str, ...], engine_world: World, corpus: str, tmp_path: Path) -> None:
-    once, again = tmp_path / "once", tmp_path / "again"
-    again.mkdir()
-
-    def train(folder: Path, *more: str) -> None:
-        argv = flags(corpus, PAIR, *ENGINE, *model, "--save", str(folder), "--save-interval", "3", *more)
-        outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.digested, str(folder))])
-        assert set(outcome.codes) == {0}, outcome.said
-
-    train(once)
-    shutil.copytree(once / "iter_0000003", again / "iter_0000003")
-    (again / "latest_checkpointed_iteration.txt").write_text("3")
-    train(again, "--load", str(again))
-    assert states(again, PAIR.ranks) == states(once, PAIR.ranks)
+    check_saves_resume(engine_world, corpus, PAIR, tmp_path, *ENGINE, *model)
 
 
 @pytest.mark.ci
@@ -223,4 +156,4 @@ def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
     case = Case(GRID, model, window="3", recovery="auto", faults=("1@9:step", "2@14:forward-backward"))
     run = recover(engine_cluster, case, tmp_path, hooks=(partial(hooks.digested, str(tmp_path / "killed")),))
     assert_only_replayed(run, GRID, [[0]], [[1]])
-    assert not differences(run, undisturbed(case), GRID.ranks)
+    assert not unlike(run, undisturbed(case), GRID)

@@ -6,8 +6,7 @@ import json
 import math
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import low_precision_hooks as hooks
 import pytest
 from attempts import Cluster
+from digested_runs import Seen, examined
 from local_runs import assert_only_replayed, recover
 from low_precision_rows import ROWS, model
 from runs import Layout, differences, digest, flags, published
@@ -37,13 +37,6 @@ WEIGHTS = {name: 1 if name in ("row 2", "row 3", "row 4", "row 5") else 2 for na
 
 ONE, PAIR, GRID = Layout(pp=1, ep=1, ranks=1), Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
 TENSOR_PARALLEL = Layout(tp=2, pp=1, ep=1, ranks=2)
-
-
-@pytest.fixture
-def engine_cluster(engine_world: World, corpus: str) -> Iterator[Cluster]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
-        yield Cluster(engine_world, corpus, Path(folder))
 
 
 @pytest.fixture(scope="module")
@@ -144,16 +137,13 @@ def test_a_scale_that_is_lost_or_weights_that_are_recast_are_noticed(
 
 
 @pytest.fixture(scope="module")
-def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a small job found in its state."""
+def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("examined")
-    argv = flags(corpus, PAIR, *model("row 4 over bf16"), "--moe-ckpt-strategy", "none")
-    outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.examined, str(folder))])
-    assert set(outcome.codes) == {0}, outcome.said
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
+    given = (*model("row 4 over bf16"), "--moe-ckpt-strategy", "none")
+    return examined(engine_world, corpus, PAIR, folder, given, [partial(hooks.examined, str(folder))])
 
 
-def test_payloads_are_kept_in_their_dtype_each_with_its_scale(seen: list[dict[str, Any]]) -> None:
+def test_payloads_are_kept_in_their_dtype_each_with_its_scale(seen: Seen) -> None:
     for facts in seen:
         assert set(facts["dtypes"]) == {
             *("compute torch.bfloat16", "master torch.float16", "exp_avg torch.uint8", "exp_avg_sq torch.float16"),
@@ -161,7 +151,7 @@ def test_payloads_are_kept_in_their_dtype_each_with_its_scale(seen: list[dict[st
         }
 
 
-def test_every_payload_and_every_scale_is_missed_by_name(seen: list[dict[str, Any]]) -> None:
+def test_every_payload_and_every_scale_is_missed_by_name(seen: Seen) -> None:
     for facts in seen:
         assert facts["verdicts"]["as it is"] == ""
         for left_out in ("compute", "master", "exp_avg", "exp_avg_sq", *SCALES):
@@ -172,12 +162,12 @@ SCALES = {"master_scale": "scale of master_param", "exp_avg_scale": "exp_avg._sc
 
 
 @pytest.mark.parametrize("left_out", SCALES)
-def test_a_scale_is_named_for_what_it_is(left_out: str, seen: list[dict[str, Any]]) -> None:
+def test_a_scale_is_named_for_what_it_is(left_out: str, seen: Seen) -> None:
     for facts in seen:
         assert SCALES[left_out] in facts["verdicts"][f"without {left_out}"]
 
 
-def test_a_full_state_has_the_weights_because_masters_do_not_tell_them(seen: list[dict[str, Any]]) -> None:
+def test_a_full_state_has_the_weights_because_masters_do_not_tell_them(seen: Seen) -> None:
     for facts in seen:
         assert 0 < facts["not the cast"] < 0.1
         assert facts["differences"]["everything"] == facts["differences"]["full parts, recast"] == []

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from attempts import Cluster
 from low_precision_rows import model
 from runs import Layout, flags
 from sparse_runs import LENGTH
-from world import World
+from world import World, node_memory
 
 from moe_ckpt.commands.main import main
 
@@ -65,10 +64,10 @@ class Source:
 def source(
     request: pytest.FixtureRequest, engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Source]:
-    folder, shared = tmp_path_factory.mktemp("source"), Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-", dir=shared if shared.is_dir() else None) as memory:
+    folder = tmp_path_factory.mktemp("source")
+    with node_memory() as memory:
         made = Source(request.param, folder / "storage", folder / "saved")
-        Cluster(engine_world, corpus, Path(memory)).run(
+        Cluster(engine_world, corpus, memory).run(
             LAYOUT, *LENGTH, *model(made.row), "--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", WINDOW,
             "--moe-ckpt-persist-dir", made.storage, "--moe-ckpt-persist-interval", WINDOW,
             "--save", made.saved, "--save-interval", "1", "--exit-interval", STOPPED_AT,

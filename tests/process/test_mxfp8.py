@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attempts
 import fp8_hooks as hooks
 import pytest
-import sparse_runs
 from attempts import Cluster
+from digested_runs import check_saves_resume, examined, killed_under, unlike
 from local_runs import assert_only_replayed, recover
-from runs import Layout, flags
-from sparse_runs import LENGTH, UNTIED, Case, Run, assert_replayed
+from runs import Layout
+from sparse_runs import UNTIED, Case, Run, assert_replayed, killed
 from stock_trainer import configured
-from test_fp8 import TENSORWISE, differences, engine_cluster, states, undisturbed  # noqa: F401
-from world import Hook, World
+from test_fp8 import TENSORWISE
+from world import World
 
 ENGINE = ("--bf16", "--transformer-impl", "transformer_engine", "--moe-grouped-gemm")
 MXFP8 = (
@@ -30,16 +28,6 @@ NVFP4 = (*ENGINE, "--fp4-format", "e2m1", "--fp4-param-gather")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 PAIR, GRID = Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
 ATTENTION = (hooks.attention_emulated, partial(configured, fp8_dot_product_attention=True))
-
-Seen = list[dict[str, Any]]
-
-
-def examined(world: World, corpus: str, folder: Path, model: tuple[str, ...], *hooked: Hook) -> Seen:
-    """What each rank of a small job found in its state."""
-    argv = flags(corpus, PAIR, *model)
-    outcome = world.run(argv, PAIR.ranks, [*hooked, partial(hooks.examined_in_blocks, str(folder))])
-    assert set(outcome.codes) == {0}, outcome.said
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(PAIR.ranks)]
 
 
 @pytest.mark.parametrize(
@@ -53,22 +41,14 @@ def examined(world: World, corpus: str, folder: Path, model: tuple[str, ...], *h
 def test_masters_alone_bring_weights_back_by_rows_and_by_columns(
     model: tuple[str, ...], kind: str, engine_world: World, corpus: str, tmp_path: Path
 ) -> None:
-    for facts in examined(engine_world, corpus, tmp_path, model):
+    hooked = [partial(hooks.examined_in_blocks, str(tmp_path))]
+    for facts in examined(engine_world, corpus, PAIR, tmp_path, model, hooked):
         assert facts["weights"] == [kind]
         assert facts["fields"] == ["exp_avg", "exp_avg_sq", "master"]
         assert facts["restored"] == []
         assert facts["one cast dropped"] != []
         assert facts["missing"]["nothing"] == ""
         assert facts["missing"]["master"].startswith("master weights of ")
-
-
-def killed(cluster: Cluster, case: Case, folder: Path, *strategy: str, hooked: tuple[Hook, ...] = ()) -> Run:
-    """The case with its faults; each rank writes down what it has at the end."""
-    faults = [part for fault in case.faults for part in ("--moe-ckpt-inject-fault", fault)]
-    argv = [*LENGTH, *case.model, "--metrics-jsonl", folder / "reports", "--moe-ckpt-strategy", *strategy, *faults]
-    outcomes = cluster.run(case.layout, *argv, hooks=[*hooked, partial(hooks.digested, str(folder))])
-    assert len(outcomes) == 1 + len(case.faults)
-    return Run(folder, tuple(outcomes))
 
 
 @pytest.mark.ci
@@ -83,14 +63,14 @@ def killed(cluster: Cluster, case: Case, folder: Path, *strategy: str, hooked: t
 def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
     layout: Layout,
     model: tuple[str, ...],
-    undisturbed: Callable[[Case], Run],  # noqa: F811
-    engine_cluster: Cluster,  # noqa: F811
+    undisturbed: Callable[[Case], Run],
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     case = Case(layout, model, faults=("1@8:forward-backward", "0@14:step"))
-    run = killed(engine_cluster, case, tmp_path, "full")
+    run = killed_under(["full"], engine_cluster, case, tmp_path)
     assert re.search(r"recovered iteration \d+ exactly", run.outcomes[1].said)
-    assert not differences(run, undisturbed(case), layout.ranks)
+    assert not unlike(run, undisturbed(case), layout)
 
 
 @pytest.mark.ci
@@ -105,40 +85,40 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
 def test_frozen_operators_run_with_the_weights_that_they_had(
     layout: Layout,
     model: tuple[str, ...],
-    undisturbed: Callable[[Case], Run],  # noqa: F811
-    engine_cluster: Cluster,  # noqa: F811
+    undisturbed: Callable[[Case], Run],
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     case, folder = Case(layout, model), tmp_path / "killed"
-    run = sparse_runs.killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
+    run = killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
     assert_replayed(run, int(case.window))
-    assert not differences(run, undisturbed(case), layout.ranks)
+    assert not unlike(run, undisturbed(case), layout)
 
 
 @pytest.mark.full
 def test_one_stage_alone_runs_iterations_again_with_weights_in_blocks(
-    undisturbed: Callable[[Case], Run],  # noqa: F811
-    engine_cluster: Cluster,  # noqa: F811
+    undisturbed: Callable[[Case], Run],
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     model = (*MXFP8, *OVERLAP, *UNTIED)
     case = Case(GRID, model, recovery="auto", faults=("1@9:step", "2@14:forward-backward"))
     run = recover(engine_cluster, case, tmp_path, hooks=(partial(hooks.digested, str(tmp_path / "killed")),))
     assert_only_replayed(run, GRID, [[0]], [[1]])
-    assert not differences(run, undisturbed(case), GRID.ranks)
+    assert not unlike(run, undisturbed(case), GRID)
 
 
 @pytest.mark.parametrize("dropped", [pytest.param("cast", marks=pytest.mark.ci), "scale"])
 def test_a_frozen_weight_that_is_not_what_it_was_ends_the_replay(
     dropped: str,
-    engine_cluster: Cluster,  # noqa: F811
+    engine_cluster: Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(PAIR, MXFP8, faults=("1@8:forward-backward",))
     monkeypatch.setattr(attempts, "MAX_ATTEMPTS", 2)
     with pytest.raises(AssertionError, match=r"came out otherwise: .*it gave the loss"):
-        sparse_runs.killed(
+        killed(
             engine_cluster, case, tmp_path / "killed", hooks=(partial(hooks.recast_without, dropped),),
             forgiven="came out otherwise",
         )  # fmt: skip
@@ -146,11 +126,11 @@ def test_a_frozen_weight_that_is_not_what_it_was_ends_the_replay(
 
 @pytest.mark.full
 def test_partial_snapshots_bring_back_what_they_have(
-    engine_cluster: Cluster,  # noqa: F811
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     case = Case(PAIR, (*MXFP8, *OVERLAP), faults=("1@8:forward-backward",))
-    run = killed(engine_cluster, case, tmp_path, "pec", "--moe-ckpt-pec-k-snapshot", "1")
+    run = killed_under(["pec", "--moe-ckpt-pec-k-snapshot", "1"], engine_cluster, case, tmp_path)
     assert run.reports[-1]["iteration"] == 18
     assert all(report["lm_loss"] < 20 for report in run.reports)
 
@@ -158,32 +138,19 @@ def test_partial_snapshots_bring_back_what_they_have(
 @pytest.mark.ci
 def test_saves_resume_to_the_bit(engine_world: World, corpus: str, tmp_path: Path) -> None:
     """Core's own load casts columns from what rows have kept."""
-    once, again = tmp_path / "once", tmp_path / "again"
-
-    def train(folder: Path, *more: str) -> None:
-        folder.mkdir(exist_ok=True)
-        argv = flags(corpus, PAIR, *MXFP8, *OVERLAP, "--save", str(folder), "--save-interval", "3", *more)
-        outcome = engine_world.run(argv, PAIR.ranks, [partial(hooks.digested, str(folder))])
-        assert set(outcome.codes) == {0}, outcome.said
-
-    train(once)
-    again.mkdir()
-    (once / "iter_0000003").rename(again / "iter_0000003")
-    (again / "latest_checkpointed_iteration.txt").write_text("3")
-    train(again, "--load", str(again))
-    assert states(again, PAIR.ranks) == states(once, PAIR.ranks)
+    check_saves_resume(engine_world, corpus, PAIR, tmp_path, *MXFP8, *OVERLAP)
 
 
 @pytest.mark.ci
 def test_attention_in_eight_bits_keeps_scales_whatever_the_recipe_and_they_come_back(
     engine_world: World,
     corpus: str,
-    engine_cluster: Cluster,  # noqa: F811
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     model = (*ENGINE, "--fp8-format", "hybrid", *TENSORWISE)
-    (tmp_path / "examined").mkdir()
-    for facts in examined(engine_world, corpus, tmp_path / "examined", model, *ATTENTION):
+    hooked = [*ATTENTION, partial(hooks.examined_in_blocks, str(tmp_path))]
+    for facts in examined(engine_world, corpus, PAIR, tmp_path, model, hooked):
         assert facts["scales"], "attention keeps none"
         assert all(".core_attention." in name for name in facts["scales"])
         assert facts["restored"] == []
@@ -192,5 +159,5 @@ def test_attention_in_eight_bits_keeps_scales_whatever_the_recipe_and_they_come_
     for name, faults in (("undisturbed", ()), ("killed", ("1@8:forward-backward",))):
         (tmp_path / name).mkdir()
         case = Case(PAIR, model, faults=faults)
-        runs[name] = killed(engine_cluster, case, tmp_path / name, "full", hooked=ATTENTION)
-    assert not differences(runs["killed"], runs["undisturbed"], PAIR.ranks)
+        runs[name] = killed_under(["full"], engine_cluster, case, tmp_path / name, ATTENTION)
+    assert not unlike(runs["killed"], runs["undisturbed"], PAIR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from attempts import Cluster
 from runs import Layout, Start, Train, digest, published
 from test_convert import convert
+from world import node_memory
 
 from megatron.core.dist_checkpointing.moe.ports import Layout as RecordLayout
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
@@ -60,15 +60,14 @@ def done() -> dict[tuple[str, ...], Path]:
 @pytest.fixture
 def stored(cluster: Cluster, done: dict[tuple[str, ...], Path], tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """The folder of a job, with its dense checkpoint and what a job on GPUs would have stored."""
-    shared = Path("/dev/shm")
 
     def run(strategy: list[str]) -> Path:
         job = tuple(strategy)
         if job not in done:
             folder = done[job] = tmp_path_factory.mktemp("stored")
-            with tempfile.TemporaryDirectory(prefix="moe-ckpt-", dir=shared if shared.is_dir() else None) as memory:
+            with node_memory() as memory:
                 places = ["--save", folder / "saved", "--save-interval", 1, "--moe-ckpt-persist-dir", folder / "cpu"]
-                Cluster(cluster.world, cluster.corpus, Path(memory)).run(LAYOUT, *SAME, *strategy, *places)
+                Cluster(cluster.world, cluster.corpus, memory).run(LAYOUT, *SAME, *strategy, *places)
             of_a_gpu(folder / "cpu", folder / "gpu")
         return done[job]
 

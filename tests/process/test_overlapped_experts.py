@@ -8,12 +8,11 @@ from pathlib import Path
 
 import fp8_hooks as hooks
 import pytest
-import sparse_runs
 from attempts import Cluster
+from digested_runs import killed_under, unlike
 from runs import Layout
-from sparse_runs import Case, Run, assert_replayed
-from test_fp8 import differences, engine_cluster, undisturbed  # noqa: F401
-from test_mxfp8 import ENGINE, killed
+from sparse_runs import Case, Run, assert_replayed, killed
+from test_mxfp8 import ENGINE
 
 OVERLAP = ("--overlap-moe-expert-parallel-comm",)
 DELAYED = (*OVERLAP, "--delay-wgrad-compute", "--no-gradient-accumulation-fusion")
@@ -23,13 +22,13 @@ INTERLEAVED = Layout(pp=2, ep=2, ranks=4, vpp=2)
 
 @pytest.mark.ci
 def test_a_killed_job_with_interleaved_stages_ends_as_one_without_overlap_and_faults(
-    undisturbed: Callable[[Case], Run],  # noqa: F811
-    engine_cluster: Cluster,  # noqa: F811
+    undisturbed: Callable[[Case], Run],
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     case = Case(INTERLEAVED, (*ENGINE, *OVERLAP), faults=("1@8:forward-backward", "2@14:step"))
-    run = killed(engine_cluster, case, tmp_path, "full")
-    assert not differences(run, undisturbed(Case(INTERLEAVED, ENGINE)), INTERLEAVED.ranks)
+    run = killed_under(["full"], engine_cluster, case, tmp_path)
+    assert not unlike(run, undisturbed(Case(INTERLEAVED, ENGINE)), INTERLEAVED)
 
 
 @pytest.mark.ci
@@ -47,11 +46,11 @@ def test_a_replay_runs_the_schedule_of_training_with_operators_frozen(
     layout: Layout,
     model: tuple[str, ...],
     recovery: str,
-    undisturbed: Callable[[Case], Run],  # noqa: F811
-    engine_cluster: Cluster,  # noqa: F811
+    undisturbed: Callable[[Case], Run],
+    engine_cluster: Cluster,
     tmp_path: Path,
 ) -> None:
     case, folder = Case(layout, (*ENGINE, *model), recovery=recovery), tmp_path / "killed"
-    run = sparse_runs.killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
+    run = killed(engine_cluster, case, folder, hooks=(partial(hooks.digested, str(folder)),))
     assert_replayed(run, int(case.window))
-    assert not differences(run, undisturbed(case), layout.ranks)
+    assert not unlike(run, undisturbed(case), layout)

@@ -17,7 +17,7 @@ from effort import cases
 from runs import Layout, differences, digest, flags
 from sparse_hooks import untouched
 from sparse_runs import DROPOUT, EXPERT_BIAS, FP16, Case, FaultFree, Run, weighed
-from world import Hook, Outcome, World
+from world import Hook, Outcome, World, node_memory
 
 LAST = 12
 # Iterations 6, 7 and 8 are replayed, from a window that began with 5; one of these steps was skipped.
@@ -74,9 +74,8 @@ Attempt = Callable[[Hook], tuple[Outcome, Run]]
 
 @pytest.fixture(scope="module")
 def left(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-left-", dir=shared if shared.is_dir() else None) as memory:
-        job = Left(Path(memory), tmp_path_factory.mktemp("left"), world, corpus)
+    with node_memory() as memory:
+        job = Left(memory, tmp_path_factory.mktemp("left"), world, corpus)
         outcome = job.start(job.memory, job.folder)
         assert -signal.SIGKILL in outcome.codes, outcome.said
         yield job

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import engine_hooks
 import pytest
 from attempts import Cluster
-from engine_hooks import examined
-from runs import Layout, flags
+from digested_runs import Seen, examined
+from runs import Layout
 from sparse_runs import BF16, LENGTH, SAVE_INTERVAL, Case, Run, assert_identical, assert_replayed, killed
 from sparse_runs import fault_free as run_fault_free
 from world import World
 
 ENGINE = (*BF16, "--transformer-impl", "transformer_engine", "--moe-grouped-gemm")
 CASE = Case(Layout(pp=1, ep=2, ranks=2), ENGINE, window="3")
-
-
-@pytest.fixture
-def engine_cluster(engine_world: World, corpus: str) -> Iterator[Cluster]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
-        yield Cluster(engine_world, corpus, Path(folder))
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +49,13 @@ def test_killed_jobs_with_full_snapshots_end_as_if_nothing_had_happened(
 
 
 @pytest.fixture(scope="module")
-def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a small job found in its state."""
+def seen(engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("examined")
-    argv = flags(corpus, CASE.layout, *ENGINE)
-    outcome = engine_world.run(argv, CASE.layout.ranks, [partial(examined, str(folder))])
-    assert set(outcome.codes) == {0}, outcome.said
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(CASE.layout.ranks)]
+    hooked = [partial(engine_hooks.examined, str(folder))]
+    return examined(engine_world, corpus, CASE.layout, folder, ENGINE, hooked)
 
 
-def test_a_model_has_the_layers_and_the_optimizer_that_it_has_on_gpus(seen: list[dict[str, Any]]) -> None:
+def test_a_model_has_the_layers_and_the_optimizer_that_it_has_on_gpus(seen: Seen) -> None:
     for facts in seen:
         assert set(facts["optimizers"]) == {"transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"}
         layers = {
@@ -80,19 +67,19 @@ def test_a_model_has_the_layers_and_the_optimizer_that_it_has_on_gpus(seen: list
         assert layers <= set(facts["modules"])
 
 
-def test_layers_of_transformer_engine_add_to_gradient_buffers_without_apex(seen: list[dict[str, Any]]) -> None:
+def test_layers_of_transformer_engine_add_to_gradient_buffers_without_apex(seen: Seen) -> None:
     for facts in seen:
         assert len(facts["fused"]) == 8
         assert all(facts["fused"])
 
 
-def test_the_state_of_a_fused_adam_is_complete_whatever_tables_it_keeps(seen: list[dict[str, Any]]) -> None:
+def test_the_state_of_a_fused_adam_is_complete_whatever_tables_it_keeps(seen: Seen) -> None:
     for facts in seen:
         assert {"dtype_to_range_map", "multi_tensor_adam"} <= set(facts["tables"])
         assert facts["verdicts"]["as it is"] == ""
 
 
-def test_state_of_a_fused_adam_that_is_not_known_is_refused_by_name(seen: list[dict[str, Any]]) -> None:
+def test_state_of_a_fused_adam_that_is_not_known_is_refused_by_name(seen: Seen) -> None:
     for facts in seen:
         verdicts = facts["verdicts"]
         assert "_scales.0.exp_avg" in verdicts["a scale beside the state"]
@@ -104,21 +91,21 @@ def test_state_of_a_fused_adam_that_is_not_known_is_refused_by_name(seen: list[d
 
 
 def test_grouped_layers_keep_their_gradient_buffers_over_passes_in_which_they_are_frozen(
-    seen: list[dict[str, Any]],
+    seen: Seen,
 ) -> None:
     for facts in seen:
         assert len(facts["buffers"]) == 8
         assert all(facts["buffers"].values()), facts["buffers"]
 
 
-def test_a_poisoned_state_comes_back_from_copies_to_the_last_bit(seen: list[dict[str, Any]]) -> None:
+def test_a_poisoned_state_comes_back_from_copies_to_the_last_bit(seen: Seen) -> None:
     for facts in seen:
         assert facts["differences"]["trained on"]
         assert facts["differences"]["nothing"]
         assert facts["differences"]["everything"] == facts["differences"]["full parts, recast"] == []
 
 
-def test_step_counts_of_a_fused_adam_come_back_with_the_trainer_state(seen: list[dict[str, Any]]) -> None:
+def test_step_counts_of_a_fused_adam_come_back_with_the_trainer_state(seen: Seen) -> None:
     for facts in seen:
         steps = facts["steps"]
         assert steps["trained on"] == [count + 1 for count in steps["at the snapshot"]]

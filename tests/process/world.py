@@ -18,7 +18,9 @@ import re
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -313,6 +315,36 @@ def _output(job: Job) -> Iterator[None]:
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextlib.contextmanager
+def node_memory() -> Iterator[Path]:
+    """A folder in the memory of this node."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-test-", dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def run_to_end(
+    command: Sequence[str], timeout_s: float, *, stderr: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in the root of the repository; nothing that it started outlives it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(
+            f"{' '.join(command)} did not end within {timeout_s:g} s; it said:\n{out}\n{err}"
+        ) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def free_port() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from stock_jobs import FOUR, Kind, Records, StockJob
 from stock_recording import unprotected
-from world import World
+from world import World, node_memory
 
 HERE = Path(__file__).parent
 MISSING = (
@@ -42,11 +41,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.fixture(scope="session")
 def new_job(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewJob]:
     """Makes jobs that know nothing of each other: `new_job(shape)`."""
-    shared, numbers = Path("/dev/shm"), itertools.count()
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-stock-", dir=shared if shared.is_dir() else None) as folder:
+    numbers = itertools.count()
+    with node_memory() as folder:
 
         def make(shape: Kind = FOUR) -> StockJob:
-            memory = Path(folder) / f"{Path(folder).name}-{next(numbers)}"
+            memory = folder / f"{folder.name}-{next(numbers)}"
             memory.mkdir()
             return StockJob(world, memory, tmp_path_factory.mktemp("records"), shape)
 

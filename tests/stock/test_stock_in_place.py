@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ import pytest
 from hybrid_model import hybrid_shape
 from slot_process import check_survivors, survivors
 from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
-from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
+from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT, run_to_end
 
 pytestmark = pytest.mark.ci
 
@@ -66,20 +64,9 @@ def struck(
     recoveries = len(faults.split()) + len([kill for kill in kills.split(",") if kill]) + bool(hang_s)
     timeout_s = HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S * recoveries + 1.5 * hang_s
     command = [sys.executable, *launcher, path, *job.shape.flags, *protect, *more]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"the job did not end within {timeout_s:g} s; it said:\n{process.communicate()[0]}")
-    finally:  # nothing that it started outlives it
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said
-    return slots, said
+    ended = run_to_end(command, timeout_s, stderr=subprocess.STDOUT, **environment)
+    assert ended.returncode == 0, ended.stdout
+    return slots, ended.stdout
 
 
 @full

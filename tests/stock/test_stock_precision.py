@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from effort import cases
 from engine import world_with_engine
 from stock_jobs import OVERFLOWING, Shape, StockJob
 from stock_recording import unprotected
-from world import World
+from world import World, node_memory
 
 KILLED = -signal.SIGKILL
 ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm --bf16"
@@ -38,9 +37,8 @@ def engine_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-stock-", dir=shared if shared.is_dir() else None) as folder:
-        yield Path(folder)
+    with node_memory() as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("row", cases(ROWS, fast=(), full=("row 2", "row 3", "row 4")))
