@@ -12,7 +12,7 @@ from gpu_place import DEVICE, needs_cuda
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import full_cuda_graph
-from megatron.core.dist_checkpointing.moe.in_place.process_restart import release
+from megatron.core.dist_checkpointing.moe.in_place.process_groups import release
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
 pytestmark = needs_cuda("captures of whole iterations")

@@ -22,10 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
-from megatron.core.dist_checkpointing.moe.in_place import survivors as loop_survivors
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
-from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
-from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, release, unreleasable
+from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, release
+from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, unreleasable
 from megatron.core.dist_checkpointing.moe.stock import resumed_settings, survivors
 from megatron.core.dist_checkpointing.moe.stock.flags import missing_kernels
 from megatron.core.transformer import cuda_graphs
@@ -283,7 +282,7 @@ def test_buffers_of_tensor_parallelism_are_destroyed_before_groups_go_and_made_b
     facts = SimpleNamespace(do_train=1, do_valid=0, do_test=0, eval_iters=1)
     build = Build()
     monkeypatch.setattr(build, "connected", lambda: calls.append("agreed on survivors"))
-    monkeypatch.setattr(loop_survivors, "own_build", lambda: build)
+    monkeypatch.setattr(process_restart, "own_build", lambda: build)
     monkeypatch.setattr(survivors, "own_build", lambda: build)
     monkeypatch.setattr(survivors, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(survivors.flags, "read", lambda _: SimpleNamespace(strategy="full", timeout_s=60.0))
@@ -292,7 +291,7 @@ def test_buffers_of_tensor_parallelism_are_destroyed_before_groups_go_and_made_b
     monkeypatch.setattr(initialize, "_initialize_distributed", lambda: calls.append("connected"))
     stays = survivors.Survivors(SimpleNamespace(get_args=lambda: facts), "0.19.2")
     monkeypatch.setattr(survivors, "KeptGlobals", lambda *_: SimpleNamespace(as_before_training=lambda: None))
-    monkeypatch.setattr(loop_survivors, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(process_restart, "_get_default_store", dist.HashStore)
     connects, overlaps = "_initialize_distributed", "_initialize_tp_communicators"
     with stays.building():
         getattr(initialize, connects)()

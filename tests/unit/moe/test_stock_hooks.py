@@ -14,7 +14,7 @@ from stock_stand_in import Manager, Optimizer, arguments, one_rank, stand_in
 
 from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.in_place.process_restart import release
+from megatron.core.dist_checkpointing.moe.in_place.process_groups import release
 from megatron.core.dist_checkpointing.moe.replay.patches import graphs_off
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed

@@ -23,8 +23,15 @@ from megatron.core.utils import get_model_config
 
 from .core_versions.training import replaced
 from .in_place.building import own_build, rehearsed
-from .in_place.process_restart import InProcessRestart, needs_fresh_process
-from .in_place.survivors import Datasets, LoopSurvivor, become, prepare_chunks, survivors_facts
+from .in_place.process_restart import (
+    Datasets,
+    InProcessRestart,
+    LoopSurvivor,
+    become,
+    needs_fresh_process,
+    prepare_chunks,
+    survivors_facts,
+)
 
 TRAINING = "megatron.bridge.training"
 _CONNECTS, _OVERLAPS = "_initialize_distributed", "_initialize_tp_communicators"

@@ -1,6 +1,6 @@
 """How a training loop continues in the process that lost a peer.
 
-kept = KeptProcess(chunks, optimizer)
+kept = InProcessRestart(chunks, optimizer)
 while True:
     manager = None
     try:
@@ -19,30 +19,34 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
+import json
 import logging
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.core import full_cuda_graph
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.moe import fused_a2a
 from megatron.core.utils import get_model_config, get_te_version, is_te_min_version
 
 from ..core_versions.training import as_in_new_process
 from ..device import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
+from ..recovery.timeline import Milestone, Timestamps
+from ..runtime.nccl_settings import process_group_backend
+from ..runtime.opening import RECOVERY_PATIENCE
 from ..runtime.peer_links import is_lost_peer
+from ..runtime.watcher import watched_start
 from ..standby.slot import WorkerSlot, own_slot
-from ..types.operators import scaled
-from .building import own_build
-from .process_groups import ProcessGroups
+from .building import built_beside_survivors, own_build
+from .process_groups import ProcessGroups, release
 
 log = logging.getLogger(__name__)
 
@@ -237,12 +241,7 @@ def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))
 
 
-# CUDA graphs and buffers that peers write to: bound to connections of a process, without a reference to a group.
-#
-# Each is released before groups are made again, and made by its owner as in a new process: graphs are captured in the
-# iterations after the recovery, a dispatcher's buffer by its next dispatch, the buffers of `--tp-comm-overlap` by
-# Megatron-LM's own function. All ranks make them together, those that stayed and those that are new. Read in core
-# 0.17 to 0.19, Transformer Engine 2.20, DeepEP and its branch with HybridEP.
+# What is bound to connections and cannot be released (see `process_groups.release`).
 
 NVLINK_RANKS = 8
 """Of how many ranks a buffer of DeepEP has no NVSHMEM in it."""
@@ -286,68 +285,151 @@ def flex_backend(config: Any) -> str:
     return str(getattr(config, "moe_flex_dispatcher_backend", None) or "deepep")
 
 
-def release(chunks: Sequence[torch.nn.Module]) -> None:
-    """Release all of it; the device has come to the end of its work. Waits for no peer.
+# A training loop that a process outlives: its `train` is left at a fault of others, and entered again.
+#
+# Model, optimizer and datasets stay as they are; iterators over data are made again. What takes the place of a lost
+# rank goes through all of the loop's script, alone: up to `train` its collectives are answered, see `building`.
 
-    chunks: the model chunks of this rank.
+_TOLD = "moe-ckpt-stock-data"
+_TIMEOUT_S = 600.0
+
+
+class Datasets:
+    """A provider of datasets that remembers what it gave."""
+
+    def __init__(self, provider: Callable[..., Any]) -> None:
+        self._provider = provider
+        self._given: dict[str, Any] = {}
+        self.is_distributed = getattr(provider, "is_distributed", False)
+
+    def __call__(self, *sizes: Any, **options: Any) -> Any:
+        # By sizes asked for: a loop that asks for other sizes after a fault gets them.
+        asked_for = repr((sizes, options))
+        if asked_for not in self._given:
+            self._given = {asked_for: self._provider(*sizes, **options)}
+        return self._given[asked_for]
+
+
+def become(old: Any, new: Any) -> None:
+    """Let iterators that others hold read what new ones would read.
+
+    Args:
+        old: One of them, a sequence of any depth, or None.
+        new: As many.
     """
-    # Graphs first: their kernels refer to the buffers, and an abort of a communicator waits for graphs that have it.
-    _release_graphs(chunks)
-    _release_dispatchers()
-    if base := sys.modules.get("transformer_engine.pytorch.module.base"):
-        base.destroy_ub()
+    if isinstance(old, list | tuple):
+        for one, other in zip(old, new, strict=True):
+            become(one, other)
+    elif old is not None:
+        # In place: the loop, its callbacks and wrappers have it in variables of their own.
+        vars(old).clear()
+        vars(old).update(vars(new))
 
 
-def _release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    of_passes = full_cuda_graph.FullCudaGraphWrapper
-    graphs = [graph for graph in of_passes.cuda_graph.values() if graph is not None]
-    for stage in of_passes.cuda_graph:
-        of_passes.cuda_graph[stage] = of_passes.result[stage] = None
-        of_passes.curr_iteration[stage] = 0
-    graphs += [graph for chunk in chunks for module in chunk.modules() for graph in _take_graphs(module)]
-    of_layers = sys.modules.get("megatron.core.transformer.cuda_graphs")
-    if of_layers is not None:
-        # A fault may have struck in a capture.
-        of_layers._set_capture_end()
-        of_layers._set_warmup_end()
-        if of_layers.CudaGraphManager.global_mempool is not None:
-            _begin_recording(of_layers)
-    for graph in graphs:
-        graph.reset()
-    if graphs:
-        log.info("released %d CUDA graphs; they are captured again", len(graphs))
-        graphs.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+def tell(facts: dict[str, Any]) -> None:
+    """For survivors: what all ranks agreed on when data were built."""
+    # The store of this attempt, which replacements have, too; no collective works for them yet.
+    _get_default_store().set(_TOLD, json.dumps(facts))
 
 
-def _take_graphs(module: torch.nn.Module) -> Iterator[Any]:
-    """Those of one layer, captured by Transformer Engine (`cuda_graphs`) or by core (in the runners of a manager)."""
-    if getattr(module, "cuda_graphs", None):
-        yield from module.cuda_graphs
-        module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
-    if hasattr(module, "cudagraph_runners"):
-        for runner in module.cudagraph_runners:
-            yield from (graph for graph in (runner.fwd_graph, runner.bwd_graph) if graph is not None)
-        module.cudagraph_runners = []
-        for name in ("custom_cudagraphs_lookup_table", "inference_cudagraphs_lookup_table"):  # the second until 0.17
-            getattr(module, name, {}).clear()
+def survivors_facts() -> dict[str, Any]:
+    """For a process that comes to them. Raises PeerLost."""
+    store = _get_default_store()
+    try:
+        store.wait([_TOLD], timedelta(seconds=_TIMEOUT_S))
+    except RuntimeError:
+        raise PeerLost(f"waited {_TIMEOUT_S:g} s for a survivor to tell which data there are") from None
+    facts: dict[str, Any] = json.loads(store.get(_TOLD))
+    return facts
 
 
-def _begin_recording(of_layers: Any) -> None:
-    """Let managers record the next iteration, and capture behind it, as when the first of them was built."""
-    of_layers.delete_cuda_graphs()  # of the record alone, which is empty once graphs were captured
-    of_layers.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
-    torch.cuda.set_stream(torch.cuda.Stream())
-    observe = getattr(of_layers._CudagraphGlobalRecord, "_enable_saved_tensors_observer", None)  # from 0.19 on
-    if observe is not None:
-        observe()
+class LoopSurvivor:
+    """This process as one that stays, or as one that comes to those; a loop's adapter calls what its loop does.
+
+    Attributes:
+        marks: Of this process or of its newest slot, for the timeline of a recovery.
+    """
+
+    def __init__(self) -> None:
+        self._build, self._watched = contextlib.ExitStack(), contextlib.ExitStack()
+        self._connect: Callable[[], object] | None = None
+        self._overlap: Callable[[], object] | None = None
+        self._kept: InProcessRestart | None = None
+        self.marks = _marks(stayed=False)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A block with collectives of all ranks."""
+        self._build.close()
+        try:
+            yield
+        finally:
+            self._watched.close()  # the session has a watcher of its own by now
+        if self._kept is None:
+            self._begin_building()
+
+    def _connected(self, connect: Callable[[], object]) -> None:
+        """All ranks are connected for the first time in this process, and it can stay. connect: does that again."""
+        own_build().connected()
+        self.marks.mark(Milestone.RENDEZVOUS)
+        self._connect = connect
+        self._begin_building()
+
+    def _cannot_stay(self, reason: str) -> None:
+        if own_slot().may_stay and dist.get_rank() == 0:
+            log.warning("in-place recovery disabled, a failure restarts all ranks: %s", reason)
+
+    def _overlapping(self, overlap: Callable[[], object]) -> None:
+        """Make the buffers of `--tp-comm-overlap`: survivors make them, too, so nothing is answered."""
+        self._build.close()
+        overlap()
+        self._overlap = overlap
+        self._begin_building()
+
+    def _connect_again(self, timeout_s: float, facts: dict[str, Any]) -> None:
+        """After a fault. facts: that all ranks agreed on when data were built."""
+        assert self._kept is not None
+        self.marks = _marks(stayed=True)
+        unless_called_off(self._connect_all, own_slot())
+        self._watch(timeout_s)
+        self.marks.mark(Milestone.RENDEZVOUS)
+        tell(facts)
+        self._kept.connected()
+
+    def _connect_all(self) -> None:
+        assert self._connect is not None
+        self._connect()
+        own_build().connected()
+        # Behind that, as new processes do once they know of survivors: a collective.
+        if self._overlap is not None:
+            self._overlap()
+
+    def _watch(self, timeout_s: float) -> None:
+        """Until the session watches: a rank that is stopped before keeps others in collectives of NCCL for ever."""
+        if "nccl" in process_group_backend():
+            self._watched.enter_context(watched_start(dist.get_rank(), RECOVERY_PATIENCE * timeout_s))
+
+    def _begin_building(self) -> None:
+        if self._connect is not None:
+            self._build.enter_context(built_beside_survivors(own_build()))
 
 
-def _release_dispatchers() -> None:
-    fused_a2a.reset_hybrid_ep_buffer()
-    buffer, fused_a2a._buffer = fused_a2a._buffer, None
-    if buffer is not None:
-        # Its destructor has a barrier on the device of all ranks that shared it, and one of them may be gone.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer.runtime))
-        log.warning("DeepEP: %s of device memory stay with a buffer of lost ranks", scaled(buffer.num_nvl_bytes))
+def prepare_chunks(chunks: Sequence[Any], timers: Any) -> None:
+    """Let `train` begin with them as it does in a process that was just built.
+
+    Args:
+        chunks: Of the model of this rank.
+        timers: Of the loop.
+    """
+    for chunk in chunks:
+        if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
+    for timer in timers._timers.values():
+        timer.reset()  # one that runs cannot be started
+
+
+def _marks(*, stayed: bool) -> Timestamps:
+    marks = Timestamps(stayed=stayed)
+    if own_slot().taken_s is not None:
+        marks.mark(Milestone.RESTARTED, own_slot().taken_s)
+    return marks

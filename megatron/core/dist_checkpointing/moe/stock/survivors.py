@@ -21,8 +21,15 @@ from megatron.core.utils import get_model_config
 from ..core_versions.training import replaced
 from ..errors import UsageError
 from ..in_place.building import own_build, rehearsed
-from ..in_place.process_restart import InProcessRestart, needs_fresh_process
-from ..in_place.survivors import Datasets, LoopSurvivor, become, prepare_chunks, survivors_facts
+from ..in_place.process_restart import (
+    Datasets,
+    InProcessRestart,
+    LoopSurvivor,
+    become,
+    needs_fresh_process,
+    prepare_chunks,
+    survivors_facts,
+)
 from . import flags
 from .seams import Call, release_of
 
