@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.moe.megatron_state.operators import Global
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Span, Throttle
+from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import CudaStopwatch
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
-from megatron.core.dist_checkpointing.moe.snapshot.stopwatch import CudaStopwatch
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import LOG, Direction, Part, boundary_key, expert

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.ports import Stopwatch
-from megatron.core.dist_checkpointing.moe.snapshot.stopwatch import CudaStopwatch, HostStopwatch, PassTimes
+from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import CudaStopwatch, HostStopwatch, PassTimes
 
 
 @dataclass

@@ -42,8 +42,8 @@ from ..replication.replicator import Replicator
 from ..resharding.store import NoStorage, PreviousLayout
 from ..snapshot.background import ThreadExecutor
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
+from ..snapshot.iteration_message import CudaStopwatch
 from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging
-from ..snapshot.stopwatch import CudaStopwatch
 from ..snapshot.workers import Persister, ReplicationWorker
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal

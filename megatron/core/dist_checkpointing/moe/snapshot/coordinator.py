@@ -39,9 +39,8 @@ from ..strategies.memory_report import MemoryReport
 from ..types import SnapshotPlan, StepJournal, WaitReport
 from .background import BackgroundWork
 from .copy_engines import Throttle
-from .iteration_message import IterationMessage, MessageExchange
+from .iteration_message import HostStopwatch, IterationMessage, MessageExchange, PassTimes
 from .memory_limit import BufferAllocator, MemoryBound, memory_report_of
-from .stopwatch import HostStopwatch, PassTimes
 from .tracker import SnapshotTracker
 from .workers import Persister, ReplicationWorker, SnapshotTask
 
