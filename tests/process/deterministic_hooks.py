@@ -15,9 +15,9 @@ from stock_trainer import Trainer, before_training
 @contextlib.contextmanager
 def seems_to_be_on_gpus() -> Iterator[None]:
     """The settings are judged as if the model were on a GPU."""
-    from megatron.core.dist_checkpointing.moe.runtime import nccl_settings
+    from megatron.core.dist_checkpointing.moe.runtime import peer_links
 
-    with mock.patch.object(nccl_settings, "device_of", return_value="cuda"):
+    with mock.patch.object(peer_links, "device_of", return_value="cuda"):
         yield
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.runtime.nccl_settings import (
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import (
     SETTINGS,
     process_group_timeout_s,
     set_for_parking,

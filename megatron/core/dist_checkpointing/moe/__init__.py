@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .recovery.timeline import Milestone as Milestone
     from .recovery.timeline import Timestamps as Timestamps
     from .resharding.store import PreviousWindow as PreviousWindow
-    from .runtime.nccl_settings import set_for_parking as set_for_parking
     from .runtime.peer_links import is_lost_peer as is_lost_peer
+    from .runtime.peer_links import set_for_parking as set_for_parking
     from .runtime.process_info import ProcessInfo as ProcessInfo
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
     from .standby.slot import wait_for_rank as wait_for_rank
@@ -38,7 +38,7 @@ _MODULES = {
     "Timestamps": "recovery.timeline",
     "WaitReport": "types",
     "is_lost_peer": "runtime.peer_links",
-    "set_for_parking": "runtime.nccl_settings",
+    "set_for_parking": "runtime.peer_links",
     "wait_for_rank": "standby.slot",
 }
 

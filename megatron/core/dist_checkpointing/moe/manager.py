@@ -51,9 +51,15 @@ from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.faults import Phase, Termination, fault_injector
 from .runtime.iterations import Iterations, LoopCall, LoopPhase
 from .runtime.live_state import Training
-from .runtime.nccl_settings import device_settings, process_group_backend, process_group_timeout_s, wrong_settings
 from .runtime.opening import leases_without_session
-from .runtime.peer_links import close_connections, is_lost_peer
+from .runtime.peer_links import (
+    close_connections,
+    device_settings,
+    is_lost_peer,
+    process_group_backend,
+    process_group_timeout_s,
+    wrong_settings,
+)
 from .runtime.process_info import ProcessInfo, ranks_of_node
 from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session

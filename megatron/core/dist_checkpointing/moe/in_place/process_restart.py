@@ -40,9 +40,8 @@ from ..device import device_thread
 from ..errors import PeerLost, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..recovery.timeline import Milestone, Timestamps
-from ..runtime.nccl_settings import process_group_backend
 from ..runtime.opening import RECOVERY_PATIENCE
-from ..runtime.peer_links import is_lost_peer
+from ..runtime.peer_links import is_lost_peer, process_group_backend
 from ..runtime.watcher import watched_start
 from ..standby.slot import WorkerSlot, own_slot
 from .building import built_beside_survivors, own_build

@@ -280,7 +280,7 @@ class _NoLinks:
 def watched_start(rank: int, stall_s: float, hang_up: Callable[[], object] = close_connections) -> Iterator[None]:
     """A block on the main thread, from where ranks are connected until a `Watcher` of their session begins.
 
-    With NCCL nobody else ends a wait there: torch's watchdog is told to leave errors alone (`nccl_settings`).
+    With NCCL nobody else ends a wait there: torch's watchdog is told to leave errors alone (`peer_links.SETTINGS`).
 
     Args:
         rank: This rank.

@@ -19,7 +19,7 @@ import torch
 from ..core_versions.training import ending_with_their_trainer, results_in_process
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
-from ..runtime.nccl_settings import set_for_parking
+from ..runtime.peer_links import set_for_parking
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
