@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.moe import ProcessInfo, set_for_parking
 from megatron.core.dist_checkpointing.moe.replication.agreement import gathered_by_store
 from megatron.core.dist_checkpointing.moe.replication.interface import of_local_rank, use_for_gloo
-from megatron.core.dist_checkpointing.moe.runtime.silent_ranks import report_silence
+from megatron.core.dist_checkpointing.moe.runtime.status import report_silence
 from megatron.pretrain.bound_store import bound_store, is_loopback
 from megatron.pretrain.engine_errors import driver_errors
 

@@ -14,9 +14,9 @@ from torch.distributed import HashStore, TCPStore
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, PeerSilent, UsageError
 from megatron.core.dist_checkpointing.moe.replication.agreement import ConnectionEpochs, gathered_by_store
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
-from megatron.core.dist_checkpointing.moe.runtime import silent_ranks
+from megatron.core.dist_checkpointing.moe.runtime import status
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, is_lost_peer
-from megatron.core.dist_checkpointing.moe.runtime.silent_ranks import (
+from megatron.core.dist_checkpointing.moe.runtime.status import (
     RollCall,
     ThisStart,
     is_silence,
@@ -39,11 +39,11 @@ def start(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     told |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(silent_ranks, "close_connections", lambda: 0)
-    monkeypatch.setattr(silent_ranks, "ANSWER_S", 0.2)
-    silent_ranks._REPORTED.clear()
+    monkeypatch.setattr(status, "close_connections", lambda: 0)
+    monkeypatch.setattr(status, "ANSWER_S", 0.2)
+    status._REPORTED.clear()
     yield
-    silent_ranks._REPORTED.clear()
+    status._REPORTED.clear()
 
 
 def silence(error: BaseException) -> BaseException:
@@ -138,7 +138,7 @@ def test_what_torch_says_of_a_rank_that_never_comes_is_the_loss_of_a_peer_and_a_
 def test_those_that_do_not_answer_are_named_in_one_line_with_where_since_when_and_what_follows(
     store: TCPStore, start: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RollCall(silent_ranks.PrefixStore("moe-ckpt-silent-1", store), 4)
+    call = RollCall(status.PrefixStore("moe-ckpt-silent-1", store), 4)
     call.answer(1)
     call.answer(3)
     with caplog.at_level(logging.ERROR):
@@ -153,7 +153,7 @@ def test_those_that_do_not_answer_are_named_in_one_line_with_where_since_when_an
 def test_one_rank_reports_and_the_others_only_answer(
     store: TCPStore, start: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RollCall(silent_ranks.PrefixStore("moe-ckpt-silent-1", store), 4)
+    call = RollCall(status.PrefixStore("moe-ckpt-silent-1", store), 4)
     assert call.is_first()
     report_silence(PeerSilent("nothing moved"))
     for rank in (1, 2, 3):
@@ -165,7 +165,7 @@ def test_one_rank_reports_and_the_others_only_answer(
 @pytest.mark.parametrize("error", [UsageError("no"), ValueError("timeout"), KeyError("timed out")])
 def test_an_error_of_its_own_is_no_answer(error: Exception, store: TCPStore, start: None) -> None:
     report_silence(error)
-    call = RollCall(silent_ranks.PrefixStore("moe-ckpt-silent-1", store), 2)
+    call = RollCall(status.PrefixStore("moe-ckpt-silent-1", store), 2)
     call.answer(1)
     assert call.missing(0.0) == (0,)
 
@@ -174,8 +174,8 @@ def test_without_a_store_that_answers_known_names_are_still_said(
     start: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(silent_ranks, "_STORE_S", 0.2)
-    monkeypatch.setattr(silent_ranks, "ANSWER_S", 10.0)
+    monkeypatch.setattr(status, "_STORE_S", 0.2)
+    monkeypatch.setattr(status, "ANSWER_S", 10.0)
     with caplog.at_level(logging.ERROR):
         report_silence(PeerSilent("waited for rank 3", (3,)))
     assert ["no answer from rank 3" in record.getMessage() for record in caplog.records] == [True]
@@ -190,7 +190,7 @@ def test_a_store_that_is_gone_is_given_up_at_once_and_no_thread_is_cut_off_as_th
         monkeypatch.setenv("MASTER_PORT", str(gone.getsockname()[1]))
     asked: list[object] = []
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(silent_ranks, "TCPStore", lambda *where, **options: asked.append(where))
+    monkeypatch.setattr(status, "TCPStore", lambda *where, **options: asked.append(where))
     started = threading.Thread.start
 
     def noted(thread: threading.Thread) -> None:

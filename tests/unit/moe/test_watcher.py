@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import watcher as watchers
 from megatron.core.dist_checkpointing.moe.runtime.faults import SignalBytes
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks, stop_waiting
-from megatron.core.dist_checkpointing.moe.runtime.silent_ranks import is_silence
+from megatron.core.dist_checkpointing.moe.runtime.status import is_silence
 from megatron.core.dist_checkpointing.moe.runtime.watcher import (
     Interrupted,
     MainThread,

@@ -63,7 +63,7 @@ from .runtime.peer_links import (
 from .runtime.process_info import ProcessInfo, ranks_of_node
 from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session
-from .runtime.silent_ranks import report_silence
+from .runtime.status import report_silence
 from .runtime.watcher import PATIENCE_S, Watcher, stood_down
 from .standby.heartbeat import own_heartbeat
 from .standby.slot import own_slot

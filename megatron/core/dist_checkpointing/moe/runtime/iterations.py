@@ -25,7 +25,7 @@ from ..types import StepJournal
 from .faults import FaultInjector, Phase, Termination
 from .peer_links import close_connections, is_lost_peer
 from .session import Session
-from .silent_ranks import report_silence
+from .status import report_silence
 
 
 class LoopPhase(enum.Enum):

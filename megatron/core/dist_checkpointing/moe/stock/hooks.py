@@ -43,7 +43,7 @@ from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
 from ..runtime.process_info import ProcessInfo, slot_of
-from ..runtime.silent_ranks import report_silence
+from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
 from . import dense, flags
