@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.utils import unwrap_model
 
 from ..core_versions.training import replaced
@@ -28,19 +29,22 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class StockSaves:
-    """What the hooks do around the loop's saving and loading, where training is protected. Methods are collectives.
+    """What the hooks do around the loop's saving and loading. Methods are collectives.
 
     Args:
         args: Of Megatron-LM.
         secret: Path of the job's secret, if that is not in the environment.
+        protects: Whether checkpoints are published whole and judged before they are loaded; state of few bits is saved
+            as it is in any case.
 
     Attributes:
         device_states: Random states of another kind of device, by name, which are saved in place of those of this one.
         recorded_args: Of Megatron-LM, of the job that saved the checkpoint that was loaded last; None before.
     """
 
-    def __init__(self, args: Any, secret: str | None) -> None:
-        self._args, self._saves = args, DenseSaves(secret)
+    def __init__(self, args: Any, secret: str | None, *, protects: bool) -> None:
+        self._args, self._protects, self._saves = args, protects, DenseSaves(secret)
+        self._is_raw = False
         self.device_states: Mapping[str, bytes] = {}
         self.recorded_args: Any = None
         self._loaded: Path | None = None
@@ -56,14 +60,18 @@ class StockSaves:
         if self._experts is not None:
             self._experts.close()
             self._experts = None
-        if getattr(self._args, "save_experts", None) is not None:
+        if self._protects and getattr(self._args, "save_experts", None) is not None:
             self._experts = load("partial_saves.saving").ExpertSaves(
                 self._args, chunks, self._loaded if loaded else None
             )
 
     def load(self, call: Call) -> Any:
         """`load_checkpoint`, of the newest checkpoint that is intact. Raises UnreadableCheckpoint, UsageError."""
-        with intact_checkpoint(self._args, call["load_arg"]) as self._loaded:
+        with contextlib.ExitStack() as stack:
+            if call["optimizer"] is not None:
+                stack.enter_context(loading(self._args, call["ddp_model"], call["optimizer"]))
+            if self._protects:
+                self._loaded = stack.enter_context(intact_checkpoint(self._args, call["load_arg"]))
             return call.go_on()
 
     def load_shards(self, call: Call) -> Any:
@@ -80,7 +88,18 @@ class StockSaves:
 
     def save(self, call: Call) -> Any:
         """`save_checkpoint`; a checkpoint that cannot be written is reported, and training continues."""
-        root = None if call["release"] else self._root(transient=call["non_persistent_ckpt"])
+        to_local = call["non_persistent_ckpt"] and self._args.non_persistent_ckpt_type == "local"
+        if to_local or not saves_raw(self._args, call["optimizer"]):
+            return self._save_whole(call)
+        self._is_raw = True
+        try:
+            with generating(call["model"], call["optimizer"]):
+                return self._save_whole(call)
+        finally:
+            self._is_raw = False
+
+    def _save_whole(self, call: Call) -> Any:
+        root = None if call["release"] or not self._protects else self._root(transient=call["non_persistent_ckpt"])
         if root is None:
             return call.go_on()
         result = self._saves.checkpoint(root, call["iteration"], partial(self._save, call, root), self._experts)
@@ -96,6 +115,12 @@ class StockSaves:
 
     def shards(self, call: Call) -> Any:
         """Core's `save` inside of it."""
+        if getattr(self._args, "fp8_param_gather", False) or getattr(self._args, "fp4_param_gather", False):
+            force_all_tensors_to_non_fp8(call["sharded_state_dict"])  # core would pickle those of few bits
+        if self._is_raw:
+            call = call.replacing(content_metadata={**(call["content_metadata"] or {}), _TYPE: raw_state.SHARDING})
+        if not self._protects:
+            return call.go_on()
         given = call.everything()
         for states in self._random_states(given["sharded_state_dict"]) if self.device_states else ():
             states["cuda_rng_state"] = self._of_device(DEVICE, states["cuda_rng_state"])
@@ -115,7 +140,7 @@ class StockSaves:
 
     def has(self, iteration: int) -> bool:
         """Whether this iteration, which was to be saved, was published."""
-        root = self._root(transient=False)
+        root = self._root(transient=False) if self._protects else None
         return root is None or self._saves.has(root, iteration)
 
     def _root(self, *, transient: bool) -> str | None:
@@ -207,11 +232,6 @@ def generating(chunks: Sequence[Any], optimizer: Any) -> Iterator[None]:
 
     with _silent_modules(chunks), replaced(optimizer, sharded_state_dict=of_optimizer):
         yield
-
-
-def content_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the checkpoint says of its layout, with that of the optimizer as it is."""
-    return {**(metadata or {}), _TYPE: raw_state.SHARDING}
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ One iteration of the loop, and the calls of `MoECheckpointManager` on the way:
                                     run that is resumed must not do either again
 
 A replayed iteration has `train_step`, and `after_step` at its end; it is not logged, evaluated or saved. Where only
-some stages of the pipeline replay, no collective over others is left on the way, see `quiet`. What a fault kept from
-following the last iteration is made up for when all ranks stand there, see `catch_up`.
+some stages of the pipeline replay, no collective over others is left on the way, see `SuppressedEffects`. What a
+fault kept from following the last iteration is made up for when all ranks stand there, see `DeferredSaves`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from ..config import MoECheckpointConfig
 from ..dense_saves.choosing import one_iteration
@@ -46,7 +45,7 @@ from ..runtime.process_info import ProcessInfo, slot_of
 from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
-from . import dense, flags
+from . import flags
 from .dense import StockSaves, newest_checkpoint, written_folder
 from .iteration import (
     CommonIterations,
@@ -101,8 +100,7 @@ class Hooks:
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
-        self._saved, self._in_raw = -1, False
-        self._saves: StockSaves | None = None
+        self._saved = -1
         self._told: RecoveryTimeline | None = None
         self._is_in_step = self._is_updated = False
         self._lost_peer: Exception | None = None
@@ -127,7 +125,7 @@ class Hooks:
             "post_training_step_callbacks": self._post_training_step_callbacks,
             "checkpoint_and_decide_exit": self._checkpoint_and_decide_exit,
             "save_checkpoint_and_time": self._save_checkpoint_and_time,
-            "save_checkpoint": self._save_checkpoint,
+            "save_checkpoint": lambda call: self._saves.save(call),
             "enable_forward_pre_hook": self._enable_forward_pre_hook,
             "update_pg_timeout": self._update_pg_timeout,
             "logical_and_across_model_parallel_group": self._reduce,
@@ -136,7 +134,7 @@ class Hooks:
 
     def of_saving(self) -> Mapping[str, Hook]:
         """For `seams.installed`, of core's functions."""
-        return {"save": self._save_shards, "load": self._load_shards}
+        return {"save": lambda call: self._saves.shards(call), "load": self._load_shards}
 
     def is_on(self, name: str) -> bool:
         """Whether the hook of this name is to be called now: most only protect what is there."""
@@ -159,7 +157,7 @@ class Hooks:
             refuse_another_model(slot_of(config, place), self._flags, replays=STRATEGIES[config.strategy].replays)
         # Asks behind each iteration whether nodes wait to join.
         self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
-        self._saves = None if config.strategy == "none" else StockSaves(args, config.secret_file)
+        self._saves = StockSaves(args, config.secret_file, protects=config.strategy != "none")
         own_heartbeat().loads()
         built = call.go_on()
         if self._manager is None:  # no checkpoint was to be loaded on the way
@@ -175,19 +173,9 @@ class Hooks:
         """In place of the checkpoint what is newer in memory or storage, if anything is."""
         if self._config is None or self._manager is not None:
             return call.go_on()
-        self._resume(call["ddp_model"], call["optimizer"], call["opt_param_scheduler"], load=self._load_of(call))
+        load = functools.partial(self._saves.load, call)
+        self._resume(call["ddp_model"], call["optimizer"], call["opt_param_scheduler"], load)
         return self._args.iteration, self._args.num_floating_point_operations_so_far
-
-    def _load_of(self, call: Call) -> Callable[[], Any]:
-        load = call.go_on if self._saves is None else functools.partial(self._saves.load, call)
-        if call["optimizer"] is None:
-            return load
-
-        def load_any() -> Any:
-            with dense.loading(self._args, call["ddp_model"], call["optimizer"]):
-                return load()
-
-        return load_any
 
     def _resume(self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None = None) -> None:
         """Bring training to where it continues, and protect it from here to the end of `pretrain`, or the next
@@ -231,14 +219,7 @@ class Hooks:
             assert self._config is not None
             load_original = inspect.unwrap(self._loop.load_checkpoint)
             with made_whole(args, self._config, window, copy_previous):
-                try:
-                    return load_with(functools.partial(load_original, model, optimizer, scheduler))
-                except KeyError as error:
-                    # Core (0.17 to 0.19) chains its optimizers otherwise where experts have other data-parallel groups.
-                    raise UsageError(
-                        f"Megatron-Core cannot bring the optimizer's state to this parallel layout ({error} is"
-                        f" missing): {window} stay, start in their layout until a checkpoint is saved"
-                    ) from error
+                return load_with(functools.partial(load_original, model, optimizer, scheduler))
 
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         load_newest = None if load is None else functools.partial(load_with, load)
@@ -265,8 +246,7 @@ class Hooks:
             manager.begin()
         self._common = CommonIterations(self._loop)
         recovered = iteration > 0 and not loaded
-        if self._saves is not None:
-            self._saves.protect(model, loaded=loaded)
+        self._saves.protect(model, loaded=loaded)
         self._catch_up = DeferredSaves(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
         self._random = random_states() if iteration > 0 else None
@@ -274,7 +254,7 @@ class Hooks:
     def _changed(self, recorded: Mapping[str, Any] | None) -> str:
         """What the flags change of the state that training continues from. recorded: of a snapshot; None: of what was
         loaded."""
-        if recorded is None and self._saves is not None and self._saves.recorded_args is not None:
+        if recorded is None and self._saves.recorded_args is not None:
             recorded = shaping_flags(self._saves.recorded_args)
         keeps_schedule = bool(getattr(self._args, "use_checkpoint_opt_param_scheduler", False))
         return told(recorded, self._flags, keeps_schedule=keeps_schedule) if recorded is not None else ""
@@ -287,8 +267,7 @@ class Hooks:
         if not (manager.is_replaying or manager.iteration):
             persist_dir = getattr(self._config, "persist_dir", None)
             raise UsageError(f"no state can be recovered from {persist_dir}; the lines above say why")
-        if self._saves is not None:
-            self._saves.device_states = manager.random_states_of_another_device
+        self._saves.device_states = manager.random_states_of_another_device
 
     def _build_data(self, call: Call) -> Any:
         if self._recover_only and not self._manager.is_replaying:
@@ -334,16 +313,14 @@ class Hooks:
             result = call.go_on()
         except SystemExit:
             # Told to leave early: what no checkpoint has, only the memory has.
+            iteration = self._manager.iteration
             makes_way = self._growth is not None and self._growth.makes_way
-            self._manager.finish(keep_memory=makes_way or not self._is_saved(self._manager.iteration))
+            self._manager.finish(keep_memory=makes_way or not (self._saved == iteration and self._saves.has(iteration)))
             if self._growth is not None:
                 self._growth.make_way(lambda: bool(self._manager.is_told_to_end))
             raise
         self._join()  # where no iteration was left
         return result
-
-    def _is_saved(self, iteration: int) -> bool:
-        return self._saved == iteration and (self._saves is None or self._saves.has(iteration))
 
     def _train_step(self, call: Call) -> Any:
         manager, args = self._manager, self._args
@@ -459,27 +436,8 @@ class Hooks:
         self._manager.saved()
         return result
 
-    def _save_checkpoint(self, call: Call) -> Any:
-        save = call.go_on if self._saves is None else functools.partial(self._saves.save, call)
-        to_local = call["non_persistent_ckpt"] and self._args.non_persistent_ckpt_type == "local"
-        if to_local or not dense.saves_raw(self._args, call["optimizer"]):
-            return save()
-        self._in_raw = True
-        try:
-            with dense.generating(call["model"], call["optimizer"]):
-                return save()
-        finally:
-            self._in_raw = False
-
-    def _save_shards(self, call: Call) -> Any:
-        if getattr(self._args, "fp8_param_gather", False) or getattr(self._args, "fp4_param_gather", False):
-            force_all_tensors_to_non_fp8(call["sharded_state_dict"])  # core would pickle those of few bits
-        if self._in_raw:
-            call = call.replacing(content_metadata=dense.content_metadata(call["content_metadata"]))
-        return call.go_on() if self._saves is None else self._saves.shards(call)
-
     def _load_shards(self, call: Call) -> Any:
-        return call.go_on() if self._saves is None else self._saves.load_shards(call)
+        return call.go_on() if self._config is None else self._saves.load_shards(call)
 
     def _enable_forward_pre_hook(self, call: Call) -> Any:
         return self._quiet.later(call) if self._manager.is_replaying else call.go_on()

@@ -102,6 +102,12 @@ def made_whole(
         try:
             vars(args).update({name: changed[name] for name in before})
             yield
+        except KeyError as error:
+            # Core (0.17 to 0.19) chains its optimizers otherwise where experts have other data-parallel groups.
+            raise UsageError(
+                f"Megatron-Core cannot bring the optimizer's state to this parallel layout ({error} is missing):"
+                f" {window} stay, start in their layout until a checkpoint is saved"
+            ) from error
         finally:
             vars(args).update(before)
 
