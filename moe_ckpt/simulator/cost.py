@@ -12,9 +12,8 @@ from megatron.core.dist_checkpointing.moe.policy.boundary import sends
 from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive
 from megatron.core.dist_checkpointing.moe.types import Direction, ModelShape, OperatorId, OperatorKind
 
-from .collectives import GroupSpread, Links
 from .inputs import Cluster, IterationCost, TrainingJob
-from .roofline import SIXTEEN_BITS, Rates, Work, attention_width, works
+from .roofline import SIXTEEN_BITS, GroupSpread, Links, Rates, Work, attention_width, works
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, PRECISIONS, OperatorKind, Topology, expert
 from moe_ckpt.simulator.clusters import cluster
-from moe_ckpt.simulator.collectives import GroupSpread, Links
 from moe_ckpt.simulator.cost import (
     MEGATRON_UTILISATION,
     MOEVEMENT_UTILISATION,
@@ -19,6 +18,7 @@ from moe_ckpt.simulator.cost import (
 )
 from moe_ckpt.simulator.inputs import Cluster, GradientOverlap, IterationCost, TokenDispatch, TrainingJob
 from moe_ckpt.simulator.models import PRESETS, preset
+from moe_ckpt.simulator.roofline import GroupSpread, Links
 from reproduce import public_reports
 from reproduce.jobs import azure_job, h100_job, scale_out_job
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.types import Topology, expert
 from megatron.core.dist_checkpointing.moe.types.recovery import ReplaySegment
-from moe_ckpt.simulator.prediction import replay_s
+from moe_ckpt.simulator.systems.sparse import replay_s
 
 FIGURES = (2.0, 8)
 """Seconds of an iteration, and its microbatches."""
