@@ -14,9 +14,8 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, WorkersStore
+from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, StandbyNotice, WorkersStore
 from megatron.pretrain.standby.process import COPY_S, SlotProcess, let_orphans_go
-from megatron.pretrain.standby.spares import StandbyNotice
 from megatron.pretrain.standby.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from megatron.pretrain.standby import spares
-from megatron.pretrain.standby.spares import StandbyNotice
+from megatron.pretrain.standby import meeting
+from megatron.pretrain.standby.meeting import StandbyNotice
 
 WAIT_S = 30
 
@@ -22,7 +22,7 @@ def handler(store: Any, run_id: str = "job") -> RendezvousHandler:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    monkeypatch.setattr(spares, "LOOK_S", 0.01)
+    monkeypatch.setattr(meeting, "LOOK_S", 0.01)
     return HashStore()
 
 
