@@ -37,8 +37,7 @@ from ..policy.placement import replica_count
 from ..policy.recovery import plan_recovery
 from ..policy.tracking import PLACES
 from ..types import Inventory, Level, Lost, OperatorId, OperatorSize, Piece, RecoveryPlan, SnapshotPlan, Topology
-from .constants import ConstantState, constant_plan, cut
-from .interval_policy import Costs, IntervalPolicy
+from .interval_policy import ConstantState, Costs, IntervalPolicy, constant_plan, cut
 
 GATE_UNIT = 2.0**-16
 """The unit in which gating probabilities are summed: whole numbers give the same sum in any order."""

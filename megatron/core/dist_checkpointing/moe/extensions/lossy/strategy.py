@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...policy.availability import Everywhere
 from ...policy.checks import not_negative
 from ...strategies.base import Job, LossReport, Strategy
-from ...strategies.constants import ConstantState
+from ...strategies.interval_policy import ConstantState
 from ...types import Inventory, Level, Lost, OperatorId, Piece, RecoveryPlan, SnapshotPlan, Topology
 from .dynamic_k import PltLimit
 from .ledger import TWO_LEVELS

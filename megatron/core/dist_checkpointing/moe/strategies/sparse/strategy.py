@@ -11,8 +11,7 @@ from ...config import MoECheckpointConfig
 from ...policy.tracking import PLACES
 from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
-from ..constants import cut
-from ..interval_policy import Costs
+from ..interval_policy import Costs, cut
 from .windows import Budget, Popularity, Reordering, Timetable, as_full, larger_window, ordering_of, timetable
 
 KIND = "window"
