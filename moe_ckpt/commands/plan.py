@@ -13,8 +13,8 @@ import click
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
-from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import MemoryLimit
 from megatron.core.dist_checkpointing.moe.types import Lost, OperatorId, Part, RecoveryPlan, Tier
 from moe_ckpt.report import Fact, Report, Table, table
 

@@ -79,7 +79,7 @@ ROWS = {
         "megatron.core torch",
     ),
     f"{ENGINE}.extensions.bubbles": Row(
-        f"{VALUES} extensions policy ports replication snapshot local_recovery", "megatron.core torch"
+        f"{VALUES} extensions policy ports replication snapshot local_recovery strategies", "megatron.core torch"
     ),
     f"{ENGINE}.extensions.capacity_boost": Row(
         "core_versions errors extensions extensions.lossy types megatron_state", "megatron.core torch"

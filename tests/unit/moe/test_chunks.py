@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.memory_limit import HEADROOM, CopyRate
 from megatron.core.dist_checkpointing.moe.snapshot import copy_engines
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import (
     CHUNK_BYTES,
@@ -21,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import (
     Throttle,
     chunked,
 )
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import HEADROOM, CopyRate
 
 
 @given(

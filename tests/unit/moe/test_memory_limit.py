@@ -15,7 +15,6 @@ from simulated_world.world import World
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure
-from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import (
     UNBOUNDED,
@@ -27,6 +26,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import (
 from megatron.core.dist_checkpointing.moe.storage.system import node_memory_bytes
 from megatron.core.dist_checkpointing.moe.strategies import Job
 from megatron.core.dist_checkpointing.moe.strategies.base import NO_BUFFERS
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import MemoryLimit
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
 

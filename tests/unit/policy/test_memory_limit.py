@@ -10,11 +10,10 @@ from sparse_cases import CONFIG, auto, job_of, pace, peak
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.memory_limit import MemoryLimit
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.strategies.base import NO_BUFFERS
 from megatron.core.dist_checkpointing.moe.strategies.full import Full
-from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import MemoryLimit, memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 from megatron.core.dist_checkpointing.moe.types import OperatorSize, Topology
 

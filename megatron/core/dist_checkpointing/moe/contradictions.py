@@ -9,9 +9,9 @@ from .config import MoECheckpointConfig, out_of_range
 from .errors import UsageError
 from .policy.determinism import DeviceSettings, obstacles
 from .policy.elastic import ElasticRange, unfit
-from .policy.memory_limit import AUTO, CopyRate, MemoryLimit
 from .runtime.faults import check_fault_ranks, parse_fault
 from .strategies import STRATEGIES, owners_of
+from .strategies.memory_report import AUTO, CopyRate, MemoryLimit
 
 
 def contradictions(

@@ -15,7 +15,6 @@ from pathlib import Path
 from ..boot_clock import ProcessKey, machine, started
 from ..config import MoECheckpointConfig
 from ..errors import UsageError
-from ..policy.memory_limit import MemoryLimit
 from ..policy.placement import Placement, place_replicas, replica_count
 from ..ports import Json, Manifest, Store
 from ..resharding.generation import LiveLayout
@@ -34,6 +33,7 @@ from ..storage.ownership import (
 )
 from ..storage.slot_reader import take_over_memory, tell_of_memory
 from ..storage.system import node_memory_bytes
+from ..strategies.memory_report import MemoryLimit
 from ..types import Topology
 
 PATIENCE = "MOE_CKPT_PATIENCE_S"

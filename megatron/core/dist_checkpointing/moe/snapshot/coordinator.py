@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from ..errors import MoECheckpointError
 from ..extensions import Additions
 from ..policy.lifecycle import Protection, ProtectionState
-from ..policy.memory_limit import CopyRate
 from ..policy.tracking import RestoredState
 from ..ports import (
     Capturer,
@@ -35,7 +34,7 @@ from ..ports import (
     Transport,
 )
 from ..strategies import BufferSpec, Costs, Job, LossReport, Piece, Strategy, Throughput
-from ..strategies.memory_report import MemoryReport
+from ..strategies.memory_report import CopyRate, MemoryReport
 from ..types import SnapshotPlan, StepJournal, WaitReport
 from .background import BackgroundWork
 from .copy_engines import Throttle

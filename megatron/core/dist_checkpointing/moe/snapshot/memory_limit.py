@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import CheckpointFailure, MoECheckpointError
-from ..policy.memory_limit import MemoryLimit
 from ..ports import Capturer, Json, MappedStore, Transport
 from ..strategies import BufferSpec, Job, Strategy
-from ..strategies.memory_report import MemoryReport, memory_report, segment_bytes
+from ..strategies.memory_report import MemoryLimit, MemoryReport, memory_report, segment_bytes
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
 from ..types.layout import aligned
 from ..types.operators import scaled

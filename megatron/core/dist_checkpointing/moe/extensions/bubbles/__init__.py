@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...policy.memory_limit import HEADROOM
 from ...ports import Pace
 from ...replication.agreement import raise_on_all_ranks
 from ...snapshot.coordinator import ProtectionReport
+from ...strategies.memory_report import HEADROOM
 from ...types import WaitReport
 from .. import Additions, Extension
 from .copy_placement import CopyPlacement

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import UsageError
-from ...policy.memory_limit import parse_bytes
 from ...strategies.base import Throughput
+from ...strategies.memory_report import parse_bytes
 
 LOCAL_FLAG, REMOTE_FLAG = "--moe-ckpt-budget-local", "--moe-ckpt-budget-remote"
 AUTO = "auto"
