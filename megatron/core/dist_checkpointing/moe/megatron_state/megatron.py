@@ -6,7 +6,7 @@ counts), parameters that no optimizer was given (frozen ones), and buffers of ro
 Adam, and the first over Transformer Engine's `FusedAdam`, which keeps masters and moments in dtypes of its own, and
 over Adams of torch on the host (`HybridDeviceOptimizer`); the second also over Muon, alone or in core's layer-wise
 optimizer. The views stay valid while training continues, until `load_state_dict` of an optimizer replaces its moments
-and step counts; then the state has to be enumerated again. `completeness.py` judges what this file finds.
+and step counts; then the state has to be enumerated again. `partitions.py` judges what this file finds.
 """
 
 from __future__ import annotations
