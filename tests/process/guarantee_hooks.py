@@ -149,26 +149,6 @@ def little_space(free_bytes: int, ranks: Collection[int] = range(64)) -> Iterato
 
 
 @contextlib.contextmanager
-def another_plan(rank: int, iteration: int) -> Iterator[None]:
-    """`rank` leaves an operator out of its plan of `iteration`."""
-    from megatron.core.dist_checkpointing.moe.strategies.full import Full
-    from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
-
-    original = Full.plan
-
-    def plan(self: Any, at: int) -> Any:
-        planned = original(self, at)
-        if planned is None or at != iteration or int(os.environ["RANK"]) != rank:
-            return planned
-        parts = dict(planned.parts)
-        del parts[min(parts)]
-        return SnapshotPlan(at, parts)
-
-    with mock.patch.object(Full, "plan", plan):
-        yield
-
-
-@contextlib.contextmanager
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
