@@ -23,7 +23,14 @@ from megatron.core.dist_checkpointing.moe.policy.availability import rank_states
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineage, newest_first, past
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence
-from megatron.core.dist_checkpointing.moe.recovery.findings import Judge, StageDigest, overview, packed, unpacked
+from megatron.core.dist_checkpointing.moe.recovery.findings import (
+    Judge,
+    StageDigest,
+    Summary,
+    overview,
+    packed,
+    unpacked,
+)
 from megatron.core.dist_checkpointing.moe.recovery.inventory import (
     Catalogue,
     CopyLocation,
@@ -34,7 +41,6 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import (
 )
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery
-from megatron.core.dist_checkpointing.moe.recovery.reductions import Summary
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.recovery.sources import logs_and_gradients, needs, with_trainer_states
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy

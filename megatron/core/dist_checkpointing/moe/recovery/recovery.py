@@ -42,11 +42,10 @@ from ..replication.agreement import merged
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
 from ..types import CONSTANT, GRADIENTS, PARKED, STANDBY, Lost, RecoveryPlan, StepJournal, Tier
-from .exactness import ComparedIterations, Divergence, RecoveryTable, compared_in, exactness
+from .exactness import ComparedIterations, Divergence, EndedRecovery, RecoveryTable, compared_in, exactness
 from .findings import Digest, Judge, Overview, digest
 from .inventory import Catalogue, CopyLocation
 from .local_inventory import Findings, LocalInventory, by_window
-from .reductions import EndedRecovery
 from .restoring import RecoveryPorts, RestoreTask, absent
 from .sources import (
     GatheredMetadata,

@@ -41,9 +41,8 @@ from ..types import (
     Topology,
 )
 from .exactness import ComparedIterations
-from .findings import Digest
+from .findings import Digest, Summary
 from .inventory import Catalogue, CopyLocation, SnapshotEntry
-from .reductions import Summary
 
 
 @dataclass(frozen=True)
