@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.boundary import sends
 from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive
+from megatron.core.dist_checkpointing.moe.policy.rollback import sends
 from megatron.core.dist_checkpointing.moe.types import Direction, ModelShape, OperatorId, OperatorKind
 
 from .inputs import Cluster, IterationCost, TrainingJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.moe.policy.boundary import kept, sent_bytes, tensor_shape
+from megatron.core.dist_checkpointing.moe.policy.rollback import kept, sent_bytes, tensor_shape
 from megatron.core.dist_checkpointing.moe.policy.window import Lane
 from megatron.core.dist_checkpointing.moe.types import Part, Window
 

@@ -99,8 +99,8 @@ class Logged:
             LogPorts,
         )
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
-        from megatron.core.dist_checkpointing.moe.policy.boundary import tensor_shape
         from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
+        from megatron.core.dist_checkpointing.moe.policy.rollback import tensor_shape
         from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
@@ -185,7 +185,7 @@ class Logged:
 
     def facts(self) -> dict[str, Any]:
         """What this rank received against what its neighbours' logs hold, and how large its own logs are."""
-        from megatron.core.dist_checkpointing.moe.policy.boundary import sent_bytes
+        from megatron.core.dist_checkpointing.moe.policy.rollback import sent_bytes
         from megatron.core.dist_checkpointing.moe.types import LOG
 
         torch.distributed.barrier()

@@ -145,7 +145,7 @@ class Alone(Frozen):
 
     def logged(self) -> Moment:
         """An iteration whose sent tensors are sealed in a log afterwards."""
-        from megatron.core.dist_checkpointing.moe.policy.boundary import log_keys
+        from megatron.core.dist_checkpointing.moe.policy.rollback import log_keys
         from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 
         kept = self.communicator.sink = Kept()

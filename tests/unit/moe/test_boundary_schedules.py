@@ -11,7 +11,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.moe.policy.boundary import sends
+from megatron.core.dist_checkpointing.moe.policy.rollback import sends
 from megatron.core.dist_checkpointing.moe.types import Direction, Topology
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.boundary import (
+from megatron.core.dist_checkpointing.moe.policy.rollback import (
     covered_since,
     covers,
     kept,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.boundary import kept as kept_logs
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
+from megatron.core.dist_checkpointing.moe.policy.rollback import kept as kept_logs
 from megatron.core.dist_checkpointing.moe.policy.tracking import (
     Status,
     TrackedPiece,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import MoECheckpointError, UsageError
-from ..policy.boundary import log_keys, receives
+from ..policy.rollback import log_keys, receives
 from ..ports import Field, Layout, MappedWriter
 from ..snapshot.copy_engines import CopyEngine, Span
 from ..types import Direction, Topology, received_key
@@ -288,7 +288,7 @@ class LogPlan:
     Attributes:
         topology: Of the job.
         rank: This rank.
-        shape: Of each tensor that goes over a stage boundary; see `policy.boundary.tensor_shape`.
+        shape: Of each tensor that goes over a stage boundary; see `policy.rollback.tensor_shape`.
         dtype: Of these, without "torch.".
         lookback: The newest iterations whose logs are kept at most.
         group: Microbatches that a model chunk takes in turn, None for Megatron-Core's default.

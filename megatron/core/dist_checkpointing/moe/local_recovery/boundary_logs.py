@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
-from ..policy.boundary import covered_since, covers, kept
 from ..policy.lineage import Identity
+from ..policy.rollback import covered_since, covers, kept
 from ..ports import (
     Clock,
     Executor,

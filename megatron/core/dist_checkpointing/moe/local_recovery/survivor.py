@@ -31,9 +31,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from ..errors import MoECheckpointError, format_error
 from ..megatron_state.operators import StateTensor
 from ..megatron_state.optimizer_state import SteppedTensor
-from ..policy.boundary import tensor_shape
 from ..policy.lineage import Identity
 from ..policy.parking import Cause, ParkingBudget, StepPhase
+from ..policy.rollback import tensor_shape
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recovery.recovery import RollForward
 from ..recovery.sources import KeptState
