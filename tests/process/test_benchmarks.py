@@ -87,6 +87,7 @@ PAGES = {
     "control_plane": "control-plane.md",
     "snapshot": "snapshot.md",
     "every_iteration": "every-iteration.md",
+    "slow_links": "slow-links.md",
     "recovery": "recovery.md",
     "localized_recovery": "localized-recovery.md",
     "memory_peaks": "memory-peaks.md",
