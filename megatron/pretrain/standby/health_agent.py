@@ -43,6 +43,8 @@ LOOK_S = 1.0
 _TRAINED = (Activity.TRAINING, Activity.REJOINED)
 STACKS_S = 1.0
 """How long processes may take to print their stacks before any is killed."""
+_ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+"""Signals that end a launcher, as torch's own agents have them once they have started ranks."""
 
 
 class NodeExcluded(SignalException):
@@ -185,15 +187,19 @@ class HealthStandbyAgent(_HealthChecks, StandbyAgent):
 @contextlib.contextmanager
 def own_agents(standbys: int, hygiene: HealthOptions) -> Iterator[None]:
     """In this block torch's launchers, `run` and `elastic_launch`, slot workers if there are standbys, and leave or end
-    ranks as the options say. A signal raises SignalException once, and so ends all processes; Ctrl-C also where no
-    agent of torch's own has started them.
+    ranks as the options say. A signal raises SignalException once, and so ends all processes, also before there are
+    any, and where no agent of torch's own has started them.
 
     Args:
         standbys: Standby processes to keep waiting on this node.
         hygiene: When ranks are ended, and when a node leaves the job.
     """
-    own, handler = launcher.LocalElasticAgent, processes._terminate_process_handler
-    interrupt = signal.signal(signal.SIGINT, _raise_once)
+    own, torchs = launcher.LocalElasticAgent, processes._terminate_process_handler
+    # What is ignored stays so, such as SIGHUP below `nohup`.
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: one for number, one in handlers.items() if one not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _raise_once)
     processes._terminate_process_handler = _raise_once
     kinds = {
         (True, True): partial(HealthStandbyAgent, standbys=standbys, hygiene=hygiene),
@@ -205,14 +211,18 @@ def own_agents(standbys: int, hygiene: HealthOptions) -> Iterator[None]:
     try:
         yield
     finally:
-        launcher.LocalElasticAgent, processes._terminate_process_handler = own, handler
-        signal.signal(signal.SIGINT, interrupt)
+        launcher.LocalElasticAgent, processes._terminate_process_handler = own, torchs
+        for number, handled_by in before.items():
+            if signal.getsignal(number) is _raise_once:  # else one has come, and this process ends undisturbed
+                signal.signal(number, handled_by)
 
 
 def _raise_once(number: int, frame: object) -> NoReturn:
     """As torch's own, which raises again wherever the next one finds it, such as within logging or while ranks are told
-    to end. One Ctrl-C may come twice: to all of a terminal, and from `timeout` or the launcher of several agents."""
-    signal.signal(number, signal.SIG_IGN)
+    to end. One Ctrl-C may come twice: to all of a terminal, and from `timeout` or the launcher of several agents; and
+    SIGTERM may follow it."""
+    for one in _ENDING:
+        signal.signal(one, signal.SIG_IGN)
     raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
 

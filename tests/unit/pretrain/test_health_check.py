@@ -381,6 +381,33 @@ def test_a_signal_that_comes_twice_does_not_disturb_a_launcher_that_ends(number:
             signal.signal(one, handler)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_with_standbys_ends_its_ranks_at_a_signal_as_one_without(number: signal.Signals) -> None:
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {one: signal.getsignal(one) for one in handled}
+    try:
+        with health_agent.own_agents(1, parsed()):
+            assert signal.getsignal(number) != before[number], "it would end here, and its ranks with it at once"
+            with pytest.raises(SignalException) as raised:
+                signal.raise_signal(number)
+        for other in handled:  # as from a terminal and from a scheduler, while ranks are told to end
+            signal.raise_signal(other)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert raised.value.sigval == number
+
+
+def test_a_launcher_leaves_signals_ignored_that_it_was_started_to_ignore() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with health_agent.own_agents(1, parsed()):
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("name", ["pytorchjob", "jobset"])
 def test_the_examples_for_kubernetes_give_the_launcher_options_that_it_takes(name: str) -> None:
     text = (ROOT / "examples" / "kubernetes" / f"{name}.yaml").read_text()
