@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from operator import or_
 
+import msgspec
 import pytest
 from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.policy.availability import Survey
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Judge, digest, overview
+from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Judge, Overview, digest, overview
 from megatron.core.dist_checkpointing.moe.recovery.inventory import (
     Catalogue,
     CopyLocation,
@@ -426,3 +427,31 @@ def test_what_a_job_has_come_from_is_its_own_from_then_on(node: Node) -> None:
         node.seal(node.disks[rank], 4, rank, timeline=SECOND)
     _, rows = node.rows(lambda job: False)
     assert strange(rows) == [(3, "it belongs to job elder")], "the past ends where this job continued from"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"operators": [[10**30, 1, -1, 6]]},
+        {"operators": [[0, 9, -1, 6]]},
+        {"operators": [[0, 1, -1, 16]]},
+        {"timeline": [["one", 10**20]]},
+        {"window": [0, 10**20]},
+        {"window": [3, 2]},
+    ],
+    ids=lambda strange: " ".join(map(str, strange.items())),
+)
+def test_numbers_that_nobody_stores_cost_their_snapshot_and_are_told_to_nobody(strange: dict[str, Json]) -> None:
+    node = Node()
+    node.seal(node.disks[0], 3, 0, more=strange)
+    usable = node.seal(node.disks[0], 2, 0)
+    judge, rows = node.rows()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(judge.overview), type=Overview) == judge.overview
+    assert [row.why.partition(":")[0] for row in rows[0]] == ["", "its manifest does not fit"]
+    assert [one.snapshot for one in node.told().found if not one.why] == [usable]
+
+
+def test_a_folder_whose_name_has_too_large_a_number_is_none_of_a_snapshot() -> None:
+    assert SnapshotId.parse(SnapshotId(10**18 - 1, 0).name) == SnapshotId(10**18 - 1, 0)
+    assert SnapshotId.parse(SnapshotId(10**20, 0).name) is None
+    assert SnapshotId.parse(SnapshotId(1, 10**20).name) is None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -39,14 +39,20 @@ from ..types import (
     received_key,
 )
 
+# Bounded: ranks tell each other of rows, in numbers of 64 bits, and make operators and parts of them.
+_Index = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
+_Iteration = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+_Kind = Annotated[int, msgspec.Meta(ge=0, le=max(OperatorKind).value)]
+_Parts = Annotated[int, msgspec.Meta(ge=0, le=(~Part.NOTHING).value)]
+
 
 class OperatorPart(NamedTuple):
     """An operator and the part of its state that a snapshot holds, as the scalar `operators` of manifests has it."""
 
-    layer: int
-    kind: int
-    expert: int
-    part: int
+    layer: _Index
+    kind: _Kind
+    expert: _Index
+    part: _Parts
 
 
 class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
@@ -84,11 +90,15 @@ class _Scalars(msgspec.Struct):
     """What a recovery needs of the scalars of a manifest; others may stand beside it."""
 
     operators: tuple[OperatorPart, ...]
-    timeline: Lineage
-    window: tuple[int, int] | None = None
+    timeline: tuple[tuple[str, _Iteration], ...]
+    window: tuple[_Iteration, _Iteration] | None = None
     journal: Any = None
     trainer: Any = msgspec.UNSET
     strategy: Any = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window[0] > self.window[1]:
+            raise ValueError(f"its window is from {self.window[0]} to {self.window[1]}")
 
 
 def listing(

@@ -30,7 +30,8 @@ DTYPE_BYTES = {
 }
 
 _KIND = re.compile(r"[a-z]{1,16}")
-_NAME = re.compile(r"iter_(\d{7,})-rank_(\d{5,})-([a-z]{1,16})")
+# Ranks tell each other of what they list, in numbers of 64 bits: what is larger is no name of ours.
+_NAME = re.compile(r"iter_(\d{7,18})-rank_(\d{5,18})-([a-z]{1,16})")
 
 
 @dataclass(frozen=True, order=True, slots=True)
