@@ -15,10 +15,11 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.resharding import Grid, RecordKey
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.recovery.inventory import listing
 from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor, fitted
 from megatron.core.dist_checkpointing.moe.resharding.store import ReshardingStore
 from megatron.core.dist_checkpointing.moe.storage.filesystem import SEGMENT, FilesystemStore
-from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Topology
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Tier, Topology
 
 OPERATOR = OperatorId(0, OperatorKind.NON_EXPERT)
 OLD, NEW = Topology(4, tp=2), Topology(2, tp=1)
@@ -374,3 +375,39 @@ def test_what_is_superseded_goes_whichever_rank_stored_it(folder: Path) -> None:
     store.free(SnapshotId(4, 0))
     assert not list(folder.iterdir())
     assert store.snapshots().sealed == ()
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"operators": "none"},
+        {"operators": [[0, 99, -1, 7]]},
+        {"operators": [[0, 1, -1, 99]]},
+        {"trainer": 1},
+        {"trainer": {"param_groups": [1], "grad_scalers": [{"scale": 2.0}]}},
+    ],
+    ids=lambda strange: " ".join(map(str, strange.items())),
+)
+def test_a_manifest_that_no_job_of_ours_has_made_costs_its_own_snapshot(folder: Path, strange: dict[str, Any]) -> None:
+    for rank in range(OLD.world_size):
+        put(FilesystemStore(folder, rank), rank, share(rank), iteration=5, **strange)
+    store = view(folder)
+    usable, refused = listing(store, Tier.PERSISTENT, facts_of(NEW), owner=0)
+    assert (usable.snapshot.iteration, usable.why) == (4, "")
+    assert refused.why
+    assert "\n" not in refused.why
+    assert store.previous_window() is None
+    read_all(store, 0)
+
+
+@pytest.mark.parametrize("layout", [{"world_size": 10**15}, {"world_size": float("inf")}, {"shard": ["x"]}, {"tp": []}])
+def test_a_layout_that_no_job_has_costs_its_own_snapshot(folder: Path, layout: dict[str, Any]) -> None:
+    with FilesystemStore(folder, 0).reserve(SnapshotId(6, 0), Layout.of([])) as writer:
+        own = {"operators": [], "timeline": [["1-a", 0]], "window": [1, 10**17]}
+        writer.seal(Facts("job", "digest", facts_of(OLD) | layout, own))
+    windows(folder, (7, 8))
+    store = view(folder)
+    found = store.previous_window()
+    assert found is not None
+    assert found.last == 8
+    read_all(store, 0)

@@ -248,9 +248,20 @@ def generations(manifests: Sequence[Manifest]) -> list[Generation]:
     groups: dict[tuple[object, ...], dict[int, Manifest]] = {}
     for manifest in manifests:
         facts = manifest.facts
-        key = facts.job, facts.plan_digest, tuple(sorted(facts.topology.items())), _scalars(manifest).timeline
+        key = facts.job, facts.plan_digest, repr(sorted(facts.topology.items())), _scalars(manifest).timeline
         groups.setdefault(key, {})[manifest.snapshot.rank] = manifest
     return [Generation(group) for group in groups.values()]
+
+
+def check_foreign(manifest: Manifest) -> None:
+    """Raises UnreadableCheckpoint for a manifest that no job of ours can have made, in whatever layout."""
+    topology_of(manifest.facts)
+    scalars = _scalars(manifest)
+    try:
+        for kind, part in {(kind, part) for _, kind, _, part in scalars.operators}:
+            OperatorKind(kind), Part(part)
+    except ValueError as error:
+        raise UnreadableCheckpoint(f"its manifest does not fit: {error}; something else made it") from error
 
 
 def topology_of(facts: Facts) -> Topology:
@@ -258,7 +269,7 @@ def topology_of(facts: Facts) -> Topology:
     try:
         world_size, tp, pp, vpp, cp, ep, etp = (int(facts.topology[name]) for name in _DEGREES)  # type: ignore[arg-type]
         return Topology(world_size, tp, pp, vpp, cp, ep, etp)
-    except (KeyError, TypeError, ValueError, UsageError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, UsageError) as error:
         raise UnreadableCheckpoint(f"{dict(facts.topology)} is no parallel layout: something else made it") from error
 
 

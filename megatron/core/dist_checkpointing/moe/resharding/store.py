@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..errors import StoreFailure, UnreadableCheckpoint, UsageError
+from ..errors import StoreFailure, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
 from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Transport, Writer
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
-from .generation import Assembly, Generation, LiveLayout, ReshardedReader, described, generations, snapshots_of
+from .generation import (
+    Assembly,
+    Generation,
+    LiveLayout,
+    ReshardedReader,
+    check_foreign,
+    described,
+    generations,
+    snapshots_of,
+)
 from .survivors import SurvivingMemory
 
 log = logging.getLogger(__name__)
@@ -62,7 +71,9 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
     windows: dict[tuple[int, int, str], dict[int, Generation]] = {}
     for one in found:
         (first, last), iteration = one.window, one.any.snapshot.iteration
-        if first != last and one.manifests.keys() >= set(range(one.topology.world_size)):
+        ranks = one.topology.world_size
+        # By their number: nobody knows how large a number a manifest claims.
+        if first != last and sum(rank < ranks for rank in one.manifests) == ranks:
             windows.setdefault((first, last, described(one.any.facts.topology)), {})[iteration] = one
     whole = {key: at for key, at in windows.items() if _is_whole(range(key[0], key[1] + 1), at)}
     pasts = newest_first((at[key[1]].timeline, key[1]) for key, at in whole.items())
@@ -78,7 +89,7 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
 def _is_whole(iterations: range, at: Mapping[int, Generation]) -> bool:
     """Whether all iterations are there, and one led to the other: an attempt that was cut off while it stored a window
     again leaves the rest of that of an attempt before."""
-    if not at.keys() >= set(iterations):
+    if not all(iteration in at for iteration in iterations):
         return False
     return all(belongs(at[iteration].timeline, iteration, at[iterations[-1]].timeline) for iteration in iterations)
 
@@ -236,10 +247,12 @@ class ReshardingStore:
                     try:
                         with place.open(snapshot) as reader:
                             manifest = reader.manifest
+                        if dict(manifest.facts.topology) == self._layout:
+                            continue
+                        check_foreign(manifest)
                     except UnreadableCheckpoint:
                         continue  # told by whoever lists it
-                    if dict(manifest.facts.topology) != self._layout:
-                        manifests.setdefault((snapshot.iteration, snapshot.kind), []).append(manifest)
+                    manifests.setdefault((snapshot.iteration, snapshot.kind), []).append(manifest)
             self._foreign = {piece: _newest(generations(found)) for piece, found in manifests.items()}
         return self._foreign
 
@@ -272,6 +285,10 @@ class ReshardingStore:
             return generation.assembly(live, replays=self._replays)
         except UnreadableCheckpoint as error:
             return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {error}")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Of what its trainer state holds nothing is known before it is taken apart.
+            why = f"its manifest does not fit: {format_error(error)}; something else made it"
+            return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {why}")
 
     def _tell(self, iteration: int, generation: Generation) -> None:
         if iteration not in self._told and self._rank == 0:
