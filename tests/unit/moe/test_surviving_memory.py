@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,24 @@ def test_whoever_does_not_know_the_secret_gets_nothing(tmp_path: Path) -> None:
     server.close()
     with pytest.raises(PeerLost, match="memory of rank 0"):
         RemoteRecords(0, server.place, 5.0)
+    store.close()
+
+
+def test_nothing_is_served_any_more_where_a_rank_is_lost_before_all_know_the_servers(tmp_path: Path) -> None:
+    store, calls = filled(tmp_path / "a", 0, SHARE), iter(range(2))
+
+    class Breaking(FakeTransport):
+        def gather(self, value: Json) -> list[Json]:
+            if next(calls):
+                raise PeerLost("rank 1 is gone")
+            return [value, ["b", "", []]]
+
+    transport: Any = Breaking(Ranks(2), 0)
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        SurvivingMemory(store, store.directory, "a", lambda manifest: True, transport, "127.0.0.1", 5.0)
+    for thread in [one for one in threading.enumerate() if one.name == "moe-ckpt-records"]:
+        thread.join(20)
+        assert not thread.is_alive()
     store.close()
 
 

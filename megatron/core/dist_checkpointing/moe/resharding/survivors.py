@@ -94,7 +94,11 @@ class SurvivingMemory:
             if own.rows:
                 self._server = RecordServer(memory.open, address, timeout_s)
             place: Json = self._server.place if self._server is not None else ""
-            self._places = [str(one) for one in transport.gather(place)]
+            try:
+                self._places = [str(one) for one in transport.gather(place)]
+            except BaseException:  # nobody else has the server, and this process may stay
+                self.close()
+                raise
 
     def __str__(self) -> str:
         holders = {rank for ranks in self._holders.values() for rank in ranks}

@@ -49,7 +49,7 @@ from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
 from .live_state import LiveState, RankMemory, Training
-from .opening import Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
+from .opening import RECOVERY_PATIENCE, Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,
@@ -196,7 +196,8 @@ class ProtectedSession(Session):
         older = PreviousLayout(
             self.job_id, self.place.node, self.memory.store, self._persistent,
             partial(resharding, config, NoStorage(), partial(self.state.layout, facts), facts, self._rank),
-            facts, self.patient, self._address, config.timeout_s,
+            # As of all that a recovery asks of other ranks: between two questions others may read slow storage.
+            facts, self.patient, self._address, RECOVERY_PATIENCE * config.timeout_s,
         )  # fmt: skip
         self.held.callback(older.close)
         ports = RecoveryPorts(
