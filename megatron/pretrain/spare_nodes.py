@@ -48,8 +48,8 @@ class _Executor(_DistributedRendezvousOpExecutor):
     In the state of the rendezvous stand `line`, for each node its name and allocation unit, in the order in which they
     came, and `trained`, for each name the last round in which it had a place.
 
-    was_redundant: whether this node has seen that the job has no place for it, since the handler began to meet.
-    since_s: when that was.
+    was_redundant: whether this node has seen that the job has no place for it, or trains without its unit, since the
+    handler began to meet. since_s: when that was.
     """
 
     was_redundant = False
@@ -73,6 +73,9 @@ class _Executor(_DistributedRendezvousOpExecutor):
             is_full = state.complete and len(state.participants) >= context.settings.max_nodes
             if is_full and not state.closed and context.node in state.wait_list:
                 return _Action.ADD_TO_REDUNDANCY_LIST
+            # Not full, as an elastic job with fewer whole units: torch leaves this node in the list of those that wait.
+            if state.complete and context.node not in state.participants and not self._was_in_round(state):
+                self.was_redundant = True
             action = state_handler(context, deadline)
             if action is not _Action.ADD_TO_PARTICIPANTS or self._may_join(state):
                 return action
@@ -88,6 +91,10 @@ class _Executor(_DistributedRendezvousOpExecutor):
             return bool(state.wait_list)
         chosen = whole_units(self._candidates(state), self._settings.max_nodes, self._unit_nodes)
         return any(not one.has_joined for one in chosen)
+
+    def _was_in_round(self, state: _RendezvousState) -> bool:
+        """Whether the round that is complete is one that this node has just left, for all to meet again."""
+        return bool(_noted(state, "trained").get(self._own[0], -1) >= state.round)
 
     def _may_join(self, state: _RendezvousState) -> bool:
         settings, is_late = self._settings, time.monotonic() > self.since_s + UNITS_S
@@ -175,6 +182,11 @@ class SpareHandler(NodesHandler):
         is_full: bool = len(self._state_holder.state.participants) >= self._settings.max_nodes
         return is_full
 
+    @property
+    def _trains_without_this_node(self) -> bool:
+        state = self._state_holder.state
+        return self._is_full or (state.complete and self._executor.was_redundant)
+
     def num_nodes_waiting(self) -> int:
         """As `DynamicRendezvousHandler.num_nodes_waiting`, but nobody waits for a place while there is none."""
         waiting: int = super().num_nodes_waiting()
@@ -205,5 +217,5 @@ class SpareHandler(NodesHandler):
                 log.warning("rendezvous store gone: spare node exits")
                 raise SpareNotNeeded from error
             except RendezvousTimeoutError:
-                if not self._is_full:
+                if not self._trains_without_this_node:
                     raise

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -24,7 +24,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from megatron.pretrain import spare_nodes
 from megatron.pretrain.allocation_units import UNIT, UNIT_NODES, Candidate, admitted, whole_units
 from megatron.pretrain.processes import NODE_NAME
-from megatron.pretrain.spare_nodes import _Executor
+from megatron.pretrain.rendezvous import NodesHandler
+from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded, _Executor
 from megatron.pretrain.standby.run import parse_options
 
 
@@ -123,11 +124,13 @@ class Backend:
 class Agent:
     """One node's part in a rendezvous, a step at a time."""
 
-    def __init__(self, name: str, backend: Any, monkeypatch: pytest.MonkeyPatch, *, unit_nodes: int = 2) -> None:
+    def __init__(
+        self, name: str, backend: Any, monkeypatch: pytest.MonkeyPatch, *, unit_nodes: int = 2, least: int = 4
+    ) -> None:
         for variable, value in ((NODE_NAME, name), (UNIT, name[0]), (UNIT_NODES, str(unit_nodes))):
             monkeypatch.setenv(variable, value)
         settings = self.settings = RendezvousSettings(
-            "job", 4, 4, RendezvousTimeout(), keep_alive_interval=timedelta(days=1), keep_alive_max_attempt=1
+            "job", least, 4, RendezvousTimeout(), keep_alive_interval=timedelta(days=1), keep_alive_max_attempt=1
         )
         self.name = name
         # Torch numbers nodes by these, so that a unit's do not follow each other.
@@ -220,6 +223,54 @@ def test_survivors_keep_their_places_however_fast_standbys_are(
         assert play(agents[4:], seed) == {}, "not all have met, however often standbys look"
     (first, *_) = [name for name, _ in vars(agents[1].state)["line"].values() if name in "456"]
     assert set(play(agents[1:], seed)) == {"1", "2", "3", first}
+
+
+def half_unit_of_an_elastic_job(play: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, list[Agent]]:
+    """A node whose unit has lost the other one, and those that train on without it."""
+    backend = Backend()
+    agents = {name: Agent(name, backend, monkeypatch, least=2) for name in "a1 a2 b1 b2".split()}
+    assert len(play([*agents.values()], 1)) == 4
+    agents["a1"].die()
+    for name in ("a2", "b1", "b2"):
+        agents[name].leave()
+    monkeypatch.setattr(RendezvousTimeout, "last_call", timedelta(microseconds=1))
+    return agents["a2"], [agents["b1"], agents["b2"]]
+
+
+def test_what_is_left_of_a_unit_waits_for_the_rest_for_as_long_as_an_elastic_job_trains(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, others = half_unit_of_an_elastic_job(play, monkeypatch)
+    assert set(play([*others, waits], 1)) == {"b1", "b2"}
+    handler: Any = object.__new__(SpareHandler)
+    handler._executor, handler._state_holder, handler._settings = waits.executor, waits.holder, waits.settings
+    handler._trained, ends = True, iter([RendezvousTimeoutError(), RendezvousClosedError()])
+
+    def meet(_: object) -> None:
+        play([waits], 1)
+        raise next(ends)
+
+    monkeypatch.setattr(NodesHandler, "next_rendezvous", meet)
+    with pytest.raises(SpareNotNeeded):  # not the failure of a node that trained: the job has ended without it
+        handler.next_rendezvous()
+
+
+def test_a_job_that_cannot_meet_again_ends_with_the_failure_of_a_node_that_trained(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, _ = half_unit_of_an_elastic_job(play, monkeypatch)
+    handler: Any = object.__new__(SpareHandler)
+    handler._executor, handler._state_holder, handler._settings = waits.executor, waits.holder, waits.settings
+    for error in (RendezvousTimeoutError, RendezvousClosedError):
+        handler._trained = True
+
+        def meet(_: object, error: type[Exception] = error) -> None:
+            play([waits], 1)
+            raise error
+
+        monkeypatch.setattr(NodesHandler, "next_rendezvous", meet)
+        with pytest.raises(error):
+            handler.next_rendezvous()
 
 
 def parsed(*given: str) -> Any:
