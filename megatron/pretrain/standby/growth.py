@@ -41,6 +41,11 @@ class DeferredNodeCount:
         is_due = self._joining.is_ready or self._now_s() - self._since_s > PATIENCE_S
         return waiting if is_due else 0
 
+    def meeting(self) -> None:
+        """All nodes meet: workers that start after that were asked nothing yet, whoever waits by then."""
+        self._since_s = None
+        self._joining.forget()
+
 
 @contextlib.contextmanager
 def patient_nodes(folder: Path) -> Iterator[None]:
@@ -50,7 +55,13 @@ def patient_nodes(folder: Path) -> Iterator[None]:
     def made(*arguments: Any, **options: Any) -> Any:
         agent = own(*arguments, **options)
         handler = agent.get_worker_group().spec.rdzv_handler
-        handler.num_nodes_waiting = DeferredNodeCount(handler.num_nodes_waiting, Joining(folder))
+        deferred, meet = DeferredNodeCount(handler.num_nodes_waiting, Joining(folder)), handler.next_rendezvous
+
+        def next_rendezvous() -> Any:
+            deferred.meeting()
+            return meet()
+
+        handler.num_nodes_waiting, handler.next_rendezvous = deferred, next_rendezvous
         return agent
 
     os.environ[FOLDER] = str(folder)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from stock_stand_in import Manager, arguments, one_rank, stand_in
+from torch.distributed.launcher import api as launcher
 
 from megatron.core.dist_checkpointing.moe import manager
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.extensions.elastic.growth import Growt
 from megatron.core.dist_checkpointing.moe.standby.joining import FOLDER, Joining
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import installed
+from megatron.pretrain.standby.growth import patient_nodes
 
 SIZES = {"world_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "num_experts": 4}
 SIZES |= {"context_parallel_size": 1, "expert_model_parallel_size": 1, "distributed_timeout_minutes": 1}
@@ -131,3 +133,22 @@ def test_any_loop_is_refused_sizes_that_it_could_not_have() -> None:
     manager.refuse_sizes_that_do_not_fit(ELASTIC, model, 4, 1)
     with pytest.raises(UsageError, match="--global-batch-size 3 does not divide"):
         manager.refuse_sizes_that_do_not_fit(ELASTIC, model, 3, 1)
+
+
+def test_workers_that_start_again_are_asked_anew_though_nodes_still_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, joining = 0, Joining(tmp_path)
+    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting, next_rendezvous=lambda: "met")
+    agent = SimpleNamespace(get_worker_group=lambda: SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
+    monkeypatch.setattr(launcher, "LocalElasticAgent", lambda: agent)
+    with patient_nodes(tmp_path):
+        launcher.LocalElasticAgent()
+    waiting = 1
+    assert handler.num_nodes_waiting() == 0 and joining.is_asked
+    joining.ready()
+    assert handler.num_nodes_waiting() == 1
+    assert handler.next_rendezvous() == "met"
+    assert not joining.is_asked, "workers would make way in their first iteration"
+    assert handler.num_nodes_waiting() == 0, "these workers have just begun, and one more node waits"
+    assert joining.is_asked
