@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from typing import Any
 
 from torch.distributed import DistStoreError, Store
 from torch.distributed.elastic.rendezvous import (
@@ -56,6 +57,10 @@ class NodesHandler(DynamicRendezvousHandler):
     kept: Store | None = None
     _is_cut_off = False
 
+    def __init__(self, node: Any, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
+        super().__init__(node, settings, backend_name, store, state_holder)
+        state_holder._sanitize = Heartbeats(state_holder, node).sanitize
+
     def get_backend(self) -> str:
         """As `DynamicRendezvousHandler.get_backend`."""
         return BACKEND
@@ -95,6 +100,43 @@ class NodesHandler(DynamicRendezvousHandler):
                 return super().next_rendezvous()
         finally:
             holder._cache_duration = kept_s
+
+
+class Heartbeats:
+    """Which nodes are lost, by heartbeats that do not change: clocks of nodes differ, and step.
+
+    Torch's holder of the state (2.13 to 2.15) compares the time that another node has written with its own clock: nodes
+    would take each other for lost whose clocks are further apart than the heartbeats that may be missed.
+
+    Args:
+        holder: Torch's, of the state of a rendezvous.
+        node: This node's key in it.
+    """
+
+    def __init__(self, holder: Any, node: Any) -> None:
+        self._holder, self._node, self._torchs = holder, node, holder._sanitize
+        self._seen: dict[Any, tuple[datetime, float]] = {}
+
+    def sanitize(self) -> None:
+        """In place of the holder's: after each look at the state."""
+        state, settings, now_s = self._holder.state, self._holder._settings, time.monotonic()
+        told = state.last_heartbeats
+        may_miss_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        seen = {node: self._seen.get(node) for node in told}
+        self._seen = {
+            node: last if last is not None and last[0] == told[node] else (told[node], now_s)
+            for node, last in seen.items()
+        }
+        lost = {node for node, (_, since_s) in self._seen.items() if now_s - since_s > may_miss_s}
+        state.last_heartbeats = {node: _LONG_AGO if node in lost else _FAR_AHEAD for node in told}
+        self._torchs()
+        state.last_heartbeats = {node: told[node] for node in state.last_heartbeats}
+        # Of this node: its clock was set back, and torch would not say again that it is there until that time comes.
+        if state.last_heartbeats.get(self._node, _LONG_AGO) > datetime.now(UTC):
+            state.last_heartbeats[self._node] = _LONG_AGO
+
+
+_LONG_AGO, _FAR_AHEAD = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
 def reason_of(error: BaseException) -> str:
