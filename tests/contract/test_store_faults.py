@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from effort import cases
 from faulty import KILLING, Fault, FaultyFiles, FaultySystem
 from workload import LAYOUT, RANK, REFUSALS, SEGMENTS, Expected, content, new_store, perform, read, run, write
 
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 
 CASES = {
@@ -385,3 +387,22 @@ def test_memory_beyond_a_quota_is_refused_as_memory_that_is_not_there(place: Pat
     with pytest.raises(NoRoom, match="Disk quota exceeded"):
         new_store("memory", place, system)
     new_store("memory", place).close()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: FilesystemStore(path, 0), lambda path: CheckpointDirectory(path).stage(1)]
+)
+def test_the_name_of_a_new_folder_is_on_the_device_before_anything_is_in_it(
+    make: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    monkeypatch.setattr(OperatingSystem, "sync", staticmethod(sync))
+    make(tmp_path / "runs" / "first")
+    assert {tmp_path, tmp_path / "runs"} <= set(synced)
+    synced.clear()
+    FilesystemStore(tmp_path / "runs" / "first", 0)
+    assert not synced, "it was there"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import make_folders, sync_directory, write_atomically
 from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
 
 Step = int | Literal["release"]
@@ -52,7 +52,7 @@ class CheckpointDirectory:
         Raises:
             OSError: The folder cannot be made.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folders(self.root)
         self._sweep(frozenset(self.staging(other).name for other in keep))
         staging = self.staging(iteration)
         staging.mkdir()

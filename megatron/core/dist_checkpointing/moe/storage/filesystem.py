@@ -27,6 +27,7 @@ from .small_files import read_small, regular_stat
 from .system import (
     OperatingSystem,
     failing_as,
+    make_folders,
     read_up_to,
     sync_directory,
     write_all,
@@ -54,7 +55,7 @@ class FilesystemStore:
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_folders(directory)
         except OSError as error:
             raise UsageError(f"{directory} cannot hold snapshots: {error.strerror}; choose another folder") from error
 

@@ -306,6 +306,15 @@ def sync_directory(path: Path, system: OperatingSystem | None = None) -> None:
         system.sync(descriptor)
 
 
+def make_folders(path: Path) -> None:
+    """Make a directory, and those above it that are missing, so that no power cut takes their names. Raises OSError."""
+    missing = [one for one in (path, *path.parents) if not one.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        with suppress(OSError):  # a folder that may not be read, or a file system that syncs none
+            sync_directory(one.parent)
+
+
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
     """Turns OSError into StoreFailure, or NoRoom for a full device; `what` completes "cannot ..."."""
