@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe import bridge_survivors
+from megatron.core.dist_checkpointing.moe.in_place import process_restart
+from megatron.core.dist_checkpointing.moe.stock import survivors
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
 from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, why_not
 
@@ -99,3 +105,32 @@ def test_what_ranks_agreed_on_of_their_data_is_taken_over() -> None:
     theirs.args.do_train = 0
     KeptData(theirs).set_facts(KeptData(ours).facts())
     assert theirs.args == ours.args
+
+
+@pytest.mark.parametrize("loop", ["Megatron-LM", "Megatron-Bridge"])
+def test_nobody_watches_a_process_that_waits_for_its_launcher_since_its_connections_came_to_nothing(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[str] = []
+
+    @contextlib.contextmanager
+    def watching(*_: object) -> Iterator[None]:
+        watched.append("begins")
+        yield
+        watched.append("ends")
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    for name, value in {"unless_called_off": lambda *_: None, "watched_start": watching, "tell": lost}.items():
+        monkeypatch.setattr(process_restart, name, value)
+    monkeypatch.setattr(process_restart, "process_group_backend", lambda: "nccl")
+    monkeypatch.setattr(process_restart.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(survivors.flags, "read", lambda args: SimpleNamespace(timeout_s=1.0))
+    kept = cast("Any", SimpleNamespace(as_before_training=lambda: None))
+    stock, bridge = survivors.Survivors(Loop(), "0.19.2"), bridge_survivors.BridgeSurvivors(1.0)
+    stock._kept = stock._globals = bridge._kept = kept
+    connect = stock.connect if loop == "Megatron-LM" else partial(bridge._connect_again, 1.0, {})
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        connect()
+    assert watched == ["begins", "ends"]

@@ -385,15 +385,22 @@ class LoopSurvivor:
         self._overlap = overlap
         self._begin_building()
 
-    def _connect_again(self, timeout_s: float, facts: dict[str, Any]) -> None:
-        """After a fault. facts: that all ranks agreed on when data were built."""
+    def _connect_again(
+        self, timeout_s: float, facts: dict[str, Any], connected: Callable[[], None] = lambda: None
+    ) -> None:
+        """After a fault. facts: that all ranks agreed on when data were built; connected: what the loop does then."""
         assert self._kept is not None
         self.marks = _marks(stayed=True)
         unless_called_off(self._connect_all, own_slot())
         self._watch(timeout_s)
-        self.marks.mark(Milestone.RENDEZVOUS)
-        tell(facts)
-        self._kept.connected()
+        try:
+            self.marks.mark(Milestone.RENDEZVOUS)
+            tell(facts)
+            self._kept.connected()
+            connected()
+        except BaseException:
+            self._watched.close()  # this process may stay, and waits for its launcher now
+            raise
 
     def _connect_all(self) -> None:
         assert self._connect is not None

@@ -240,8 +240,7 @@ class Survivors(LoopSurvivor):
     def connect(self) -> None:
         """After a fault: connect all ranks, and let what this process has kept use the new connections."""
         assert self._globals is not None
-        self._connect_again(self._timeout_s, self._data.facts())
-        self._globals.as_before_training()
+        self._connect_again(self._timeout_s, self._data.facts(), self._globals.as_before_training)
 
     def renew_data(self) -> None:
         """Let data iterators read on from where training was brought back to."""
