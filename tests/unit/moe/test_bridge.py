@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, bridge
+from megatron.core.dist_checkpointing.moe.bridge_survivors import BridgeSurvivors
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 
 FULL = MoECheckpointConfig(strategy="full")
@@ -92,6 +93,16 @@ def test_an_error_out_of_pretrain_reaches_the_manager(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="out of memory"):
         bridge.protected(loads, FULL)(configuration(), fails)
     assert made[-1].calls[-1] == "out of memory"
+
+
+def test_each_call_of_pretrain_keeps_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[BridgeSurvivors] = []
+    monkeypatch.setattr(BridgeSurvivors, "building", lambda self, cfg: contextlib.nullcontext(kept.append(self)))
+    pretrain = bridge.protected(lambda config: None, FULL)
+    for _ in range(2):
+        pretrain(configuration())
+    first, second = kept
+    assert first is not second
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ class _Run:
     def current(self) -> Iterator[None]:
         """A block around the call of `pretrain`: managers made in it belong to this run."""
         token, self._owns_errors = _CURRENT.set(self), True
+        self.survivors = BridgeSurvivors(self.settings.timeout_s)  # of this call: what an earlier one has kept is gone
         try:
             with self._running:
                 yield
