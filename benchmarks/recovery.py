@@ -28,7 +28,7 @@ MODEL = (
     f" --seq-length 64 --micro-batch-size 1 --global-batch-size 8 --bf16 {UNTIED} {STEADY}"
 )
 FAULTS = ("1@10:forward-backward", "2@18:step", "3@26:start", "0@34:forward-backward")
-PARTS = ("park", "restart", "rendezvous", "build", "inventory", "fetch", "replay", "rejoin")
+PARTS = ("park", "restart", "import", "rendezvous", "build", "inventory", "fetch", "replay", "rejoin")
 MOST_S, MOST_SHARE = 1.5, 0.15
 """That a recovery in place may take beside the replay, and of what one with new processes takes."""
 

@@ -31,6 +31,7 @@ ENDS_WHEN = {
     "detect": "the last survivor heard of the fault",
     "park": "the survivors put their state aside in memory",
     "restart": "the standby had the rank of the lost process",
+    "import": "it had read its flags",
     "rendezvous": "all ranks were connected",
     "build": "model, optimizer and memory were there",
     "inventory": "all knew what each one holds",

@@ -18,7 +18,7 @@ PRESET = ROOT / "moe_ckpt" / "simulator" / "presets" / "constants.json"
 RECOVERIES = ROOT / "benchmarks" / "results" / "recovery.json"
 FITS = ROOT / "docs" / "results" / "cross-validation.json"
 MODES = {"cold": "new processes", "standby": "standbys", "in-place": "in place"}
-RESTART = ("restart", "rendezvous", "build")
+RESTART = ("restart", "import", "rendezvous", "build")
 """The parts of a timeline that make up a restart."""
 
 

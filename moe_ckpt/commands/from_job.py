@@ -14,7 +14,7 @@ from ..runs.accounts import Run
 from ..runs.run_log import read_run
 from ..simulator.systems.links import SystemSetting
 
-RESTART = ("restart", "rendezvous", "build")
+RESTART = ("restart", "import", "rendezvous", "build")
 """The parts of a timeline that make up a restart."""
 
 FEWEST = 3

@@ -218,7 +218,7 @@ def _shared() -> Iterator[Callable[..., Any]]:
     yield _time(
         "--restart",
         "restart_s",
-        help="Until all run again: restart + rendezvous + build of a timeline [default: by ranks and mode].",
+        help="Until all run again: restart + import + rendezvous + build of a timeline [default: by ranks and mode].",
     )
     yield number("--rows", default=10, minimum=0, help="Rows of a table to print; 0 prints all.", show_default=True)
     yield click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, plain numbers.")

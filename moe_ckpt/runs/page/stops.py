@@ -15,6 +15,7 @@ ENDS_WHEN = {
     "detect": "the last survivor heard of the fault",
     "park": "survivors had put their state aside",
     "restart": "new processes began",
+    "import": "they had done their imports",
     "rendezvous": "all were connected",
     "build": "model, optimizer and memory were there",
     "inventory": "all knew what each one holds",

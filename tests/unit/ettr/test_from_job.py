@@ -25,7 +25,7 @@ def metrics(folder: Path, count: int = 8) -> Path:
          "replicated_bytes": 3 * 10**9, "at_s": 2.0 * at, "lm_loss": 1.0}
         for at in range(1, count + 1)
     ]  # fmt: skip
-    parts = {"detect": 0.5, "restart": 4.0, "rendezvous": 1.0, "build": 2.0, "fetch": 0.3, "replay": 3.0}
+    parts = {"detect": 0.5, "restart": 0.5, "import": 3.5, "rendezvous": 1.0, "build": 2.0, "fetch": 0.3, "replay": 3.0}
     rows.append({"recovery": {"parts": parts, "begun_s": 99.0, "is_whole": True}})
     path = folder / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -41,7 +41,7 @@ def test_medians_of_a_job_are_read_from_its_metrics(tmp_path: Path) -> None:
     assert found.iteration_s == pytest.approx(1.6)
     assert (found.added_s, found.copied_bytes) == (0.15, 1e9)
     assert (found.detect_s, found.restart_s) == (0.5, 7.0)
-    assert found.parts_s == {"restart": 4.0, "rendezvous": 1.0, "build": 2.0}
+    assert found.parts_s == {"restart": 0.5, "import": 3.5, "rendezvous": 1.0, "build": 2.0}
     assert found.sent_bytes_per_s == pytest.approx(1.5e9)
 
 

@@ -72,6 +72,13 @@ def test_parts_last_from_one_slowest_rank_to_the_next_and_sum_up_to_the_whole() 
     assert found.is_whole
 
 
+def test_the_imports_of_new_processes_are_a_part_of_their_own() -> None:
+    found = episode(row(fault(100, 101)), row(imported=110.75), row(), row(imported=110.25))
+    assert (found.parts["restart"], found.parts["import"], found.parts["rendezvous"]) == (9, 0.75, 0.25)
+    assert found.slowest["import"] == 1
+    assert found.total_s == 16
+
+
 def test_ranks_that_kept_their_processes_are_counted_and_told() -> None:
     found = episode(row(fault(100, 101)) | {"stayed": True}, row() | {"stayed": False}, row() | {"stayed": True}, row())
     assert found.stayed == 2

@@ -32,6 +32,7 @@ from .in_place.process_restart import (
     prepare_chunks,
     survivors_facts,
 )
+from .recovery.timeline import Milestone
 
 TRAINING = "megatron.bridge.training"
 _CONNECTS, _OVERLAPS = "_initialize_distributed", "_initialize_tp_communicators"
@@ -88,10 +89,15 @@ class BridgeSurvivors(LoopSurvivor):
             yield
             return
         connect, overlap = getattr(initialize, _CONNECTS), getattr(initialize, _OVERLAPS)
-        reason = "torch.distributed was started before `pretrain`" if dist.is_initialized() else why_not(cfg)
+        by_others = dist.is_initialized()
+        reason = "torch.distributed was started before `pretrain`" if by_others else why_not(cfg)
 
         def connecting(*given: Any, **named: Any) -> Any:
+            if not by_others:
+                self.marks.mark(Milestone.IMPORTED)
             groups = connect(*given, **named)
+            if not by_others:
+                self.marks.mark(Milestone.RENDEZVOUS)
             if reason is None:
                 self._watch(self._timeout_s)
                 self._connected(functools.partial(connect, *given, **named))

@@ -370,7 +370,6 @@ class LoopSurvivor:
     def _connected(self, connect: Callable[[], object]) -> None:
         """All ranks are connected for the first time in this process, and it can stay. connect: does that again."""
         own_build().connected()
-        self.marks.mark(Milestone.RENDEZVOUS)
         self._connect = connect
         self._begin_building()
 
@@ -436,6 +435,5 @@ def prepare_chunks(chunks: Sequence[Any], timers: Any) -> None:
 
 def _marks(*, stayed: bool) -> Timestamps:
     marks = Timestamps(stayed=stayed)
-    if own_slot().taken_s is not None:
-        marks.mark(Milestone.RESTARTED, own_slot().taken_s)
+    marks.mark(Milestone.RESTARTED, own_slot().began_s)
     return marks

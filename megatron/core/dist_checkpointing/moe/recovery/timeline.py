@@ -50,6 +50,8 @@ class Milestone(enum.Enum):
     """Its live state is sealed in memory, or it will not be; the process is about to end."""
     RESTARTED = "restarted"
     """The new process began."""
+    IMPORTED = "imported"
+    """Its imports are done and its flags are read; it is about to connect."""
     RENDEZVOUS = "rendezvous"
     """All ranks are connected again."""
     BUILT = "built"
@@ -168,6 +170,7 @@ PARTS = {
     Milestone.DETECTED: "detect",
     Milestone.PARKED: "park",
     Milestone.RESTARTED: "restart",
+    Milestone.IMPORTED: "import",
     Milestone.RENDEZVOUS: "rendezvous",
     Milestone.BUILT: "build",
     Milestone.INVENTORY: "inventory",

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..boot_clock import since_boot_s
+from ..boot_clock import since_boot_s, started
 from ..errors import PeerLost
 from .heartbeat import own_heartbeat
 
@@ -208,6 +208,11 @@ class WorkerSlot:
         self.may_stay, self.is_called_off = may_stay and channel is not None, False
         self._interruptible = threading.Event()
         self._interruptible.set()
+
+    @property
+    def began_s(self) -> float:
+        """When this process was given its rank, or started with it, by `boot_clock`."""
+        return started(os.getpid()) / os.sysconf("SC_CLK_TCK") if self.taken_s is None else self.taken_s
 
     @classmethod
     def from_environment(cls) -> WorkerSlot:

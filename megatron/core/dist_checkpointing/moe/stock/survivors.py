@@ -30,6 +30,7 @@ from ..in_place.process_restart import (
     prepare_chunks,
     survivors_facts,
 )
+from ..recovery.timeline import Milestone
 from . import flags
 from .seams import Call, release_of
 
@@ -188,6 +189,7 @@ class Survivors(LoopSurvivor):
         """A block around `pretrain`: from where all ranks are connected, its collectives are noted or answered."""
         by_others = dist.is_initialized() and self._start is None
         if self._start is not None and not dist.is_initialized():
+            self.marks.mark(Milestone.IMPORTED)
             self._start()
         initialize = importlib.import_module(_INITIALIZE)
         original, overlap = (getattr(initialize, name, None) for name in (_CONNECTS, _OVERLAPS))
@@ -201,6 +203,8 @@ class Survivors(LoopSurvivor):
                     self._start()
                 original(*arguments, **options)
 
+            if not dist.is_initialized():
+                self.marks.mark(Milestone.IMPORTED)
             original(*arguments, **options)
             self._connected_by(connect_again, by_others=by_others)
 
@@ -261,6 +265,8 @@ class Survivors(LoopSurvivor):
         self._timeout_s = config.timeout_s
         self._watch(self._timeout_s)
         reason = why_not(args, self._version, is_started_by_script=by_others)
+        if not by_others:  # else imports would count as connecting: nobody saw when it began
+            self.marks.mark(Milestone.RENDEZVOUS)
         if reason is None:
             self._connected(connect_again)
         else:
