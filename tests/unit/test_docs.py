@@ -425,11 +425,19 @@ def quoted_lines(page: str) -> list[str]:
     return [code for line in page.splitlines() for code in INLINE.findall(line.partition(" | ")[0]) if " " in code]
 
 
-def test_lines_that_troubleshooting_quotes_are_those_of_the_code() -> None:
-    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    lines = [line for line in quoted_lines(page) if "load_sharded" not in line]  # of stock Megatron
-    assert len(lines) > 30
-    parts = [(line, part.strip(" ,.:;")) for line in lines for part in line.split("...")]
+VARIABLE = re.compile(r"\.\.\.|\b(?:[A-Z]|[A-Z]+_?[A-Z]+)\b(?!-)|node-\d|rack-\d|-?\d[\d.]*")
+
+
+NOT_OURS = ("load_sharded", "nvidia-smi", "--async-save", "-- --moe-ckpt")
+"""In what a page quotes of stock Megatron-LM or of a command line."""
+
+
+@pytest.mark.parametrize("page", ["troubleshooting", "operations"])
+def test_lines_that_a_page_quotes_are_those_of_the_code(page: str) -> None:
+    quoted = quoted_lines((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    lines = [line for line in quoted if not any(other in line for other in NOT_OURS)]
+    assert len(lines) > 10
+    parts = [(line, part.strip(" ,.:;()")) for line in lines for part in VARIABLE.split(line)]
     assert [(line, part) for line, part in parts if len(part) > 3 and part not in sentences_of_the_code()] == []
 
 
