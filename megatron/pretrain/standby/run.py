@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.pretrain.allocation_units import add_unit_flags, export_unit
 from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
     options = parse_options(argv)
+    refuse_what_cannot_start(options)
     # A fresh store for each start of ranks: one shared over restarts still holds the addresses of dead ranks.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if options.rdzv_backend == "c10d":
@@ -71,11 +73,14 @@ All options of torchrun apply: torchrun --help. Flags of SCRIPT: moe-ckpt flags.
 """
 
 
+_USAGE = "%(prog)s [options of torchrun] [--moe-ckpt-...] SCRIPT [flags]"
+
+
 def _own_help() -> str:
     """What torchrun lacks, and how a job is started; its own options are a page that its users know."""
     parser = argparse.ArgumentParser(
         prog="moe-ckpt-run",
-        usage="%(prog)s [options of torchrun] [--moe-ckpt-...] SCRIPT [flags]",
+        usage=_USAGE,
         description="torchrun with hot standbys: surviving ranks keep their processes when others are lost.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -91,11 +96,13 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     from torch.distributed.run import get_args_parser
 
     parser: argparse.ArgumentParser = get_args_parser()
-    parser.prog = "moe-ckpt-run"
+    parser.prog, parser.usage = "moe-ckpt-run", _USAGE
     add_launcher_flags(parser)
     add_unit_flags(parser)
     parser.format_help = _own_help  # type: ignore[method-assign]
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"no such option before SCRIPT: {unknown[0]}; give flags of SCRIPT behind it")
     if options.moe_ckpt_standbys < 0:
         parser.error(f"--moe-ckpt-standbys {options.moe_ckpt_standbys}: give how many, 0 for none")
     given = [name for name, none in _AT_START.items() if getattr(options, name, none) != none]
@@ -106,6 +113,25 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     export_unit(parser, options)
     return options
+
+
+def refuse_what_cannot_start(options: argparse.Namespace) -> None:
+    """End the process with one line where torchrun would print a traceback, or restart ranks in vain."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    script, wrong = options.training_script, ""
+    if not options.module and not options.no_python and not Path(script).is_file():
+        wrong = f"SCRIPT {script} is no file: give the path of the training script"
+    for read, name in ((parse_min_max_nnodes, "nnodes"), (determine_local_world_size, "nproc_per_node")):
+        given = getattr(options, name)
+        try:
+            if not given.isdecimal():
+                read(given)
+        except (ValueError, RuntimeError) as error:
+            wrong = wrong or f"--{name.replace('_', '-')} {given}: {error}"
+    if wrong:
+        sys.stderr.write(f"moe-ckpt-run: error: {wrong}\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from megatron.pretrain import rendezvous
 from megatron.pretrain.standby import process as process_module
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
 from megatron.pretrain.standby.process import SlotProcess, may_leave_idle_class
-from megatron.pretrain.standby.run import parse_options
+from megatron.pretrain.standby.run import parse_options, refuse_what_cannot_start
 
 Ends = tuple[Channel, socket.socket]
 
@@ -126,6 +126,37 @@ def test_a_negative_number_of_standbys_is_refused(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         parse_options(["--moe-ckpt-standbys", "-1", "train.py"])
     assert "--moe-ckpt-standbys -1" in capsys.readouterr().err
+
+
+def test_a_flag_of_the_script_that_stands_before_it_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--moe-ckpt-strategy", "full", "train.py"])
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].endswith("no such option before SCRIPT: --moe-ckpt-strategy; give flags of SCRIPT behind it")
+    assert len(said) == 2, "and the usage in one line"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["nothing.py"], "SCRIPT nothing.py is no file"),
+        (["--nproc-per-node", "x", __file__], "--nproc-per-node x: Unsupported nproc_per_node value: x"),
+        (["--nproc-per-node", "cuda", __file__], "--nproc-per-node cuda: "),
+        (["--nnodes", "1:2:3", __file__], "--nnodes 1:2:3: "),
+        (["--nnodes", "many", __file__], "--nnodes many: "),
+    ],
+)
+def test_a_launch_that_no_rank_could_survive_is_refused_in_one_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        refuse_what_cannot_start(parse_options(given))
+    assert capsys.readouterr().err.startswith(f"moe-ckpt-run: error: {said}")
+
+
+@pytest.mark.parametrize("given", [[__file__], ["--module", "nothing"], ["--no-python", "nothing"]])
+def test_modules_and_commands_are_left_to_torchrun(given: list[str]) -> None:
+    refuse_what_cannot_start(parse_options(given))
 
 
 @pytest.mark.skipif(not may_leave_idle_class(), reason="this user's processes cannot leave the class for idle time")
