@@ -177,7 +177,7 @@ def _shared() -> Iterator[Callable[..., Any]]:
     virtual = ("--num-virtual-stages-per-pipeline-rank", "--virtual-stages", "--vpp", "vpp")
     yield number(*virtual, default=1, help="Virtual stages per pipeline rank. Default 1.")
     yield number("--world-size", default=None, help="Ranks; by default the fewest that the degrees need.")
-    yield number("--ranks-per-node", default=8, help="Ranks of one failure domain.", show_default=True)
+    yield number("--ranks-per-node", default=None, help="Ranks of a failure domain [default: GPUs of a node].")
     yield number("--global-batch-size", default=512, show_default=True, help="Samples of an iteration.")
     yield number("--micro-batch-size", default=1, show_default=True, help="Samples of a rank's microbatch.")
     yield number("--seq-length", default=2048, show_default=True, help="Tokens of a sample.")
@@ -249,7 +249,8 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
         world = degrees["pp"] * math.lcm(
             degrees["tp"] * degrees["cp"], (degrees["etp"] or degrees["tp"]) * degrees["ep"]
         )
-    topology = Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node"))
+    cluster = _cluster(given.pop("cluster_name"))
+    topology = Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node") or cluster.gpus_per_node)
     frozen = "freeze_experts" in args
     if frozen and not shape.moe_layers:
         raise UsageError(f"--freeze-experts: model {shape.name} has no experts to freeze")
@@ -257,7 +258,7 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
     exchange = TokenDispatch(*(given.pop(name) for name in ("overlaps", "once_per_node", "nodes_per_token")))
     overlap = GradientOverlap(given.pop("overlap_grad_reduce"), given.pop("overlap_param_gather"))
     training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange, overlap)
-    return JobFlags(_setting(training, **given), config, frozen, unused)
+    return JobFlags(_setting(training, cluster, **given), config, frozen, unused)
 
 
 def _batch(given: dict[str, Any], topology: Topology) -> tuple[int, int]:
@@ -273,7 +274,7 @@ def _batch(given: dict[str, Any], topology: Topology) -> tuple[int, int]:
 
 def _setting(
     training: TrainingJob,
-    cluster_name: str,
+    cluster: Cluster,
     job_file: Path | None,
     iteration_time_s: float | None,
     comeback: str,
@@ -283,7 +284,6 @@ def _setting(
 ) -> SystemSetting:
     """The job on its cluster; what is given counts before what a job measured, and that before what is estimated."""
     constants = replace(THIS_PROJECT, comeback=comeback)
-    cluster = _cluster(cluster_name)
     setting = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
     if job_file is not None:
         setting = measured(job_file).applied(setting, replicas=constants.replicas)
@@ -368,7 +368,7 @@ def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
     }
     if getattr(args, "position_embedding_type", "learned_absolute") != "learned_absolute":
         given["max_position_embeddings"] = 0
-    return ModelShape("of the job's flags", **given)
+    return ModelShape("the job's flags", **given)
 
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")

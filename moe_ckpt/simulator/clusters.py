@@ -18,8 +18,8 @@ LARGEST_FILE_BYTES = 2**20
 
 _FIELDS = {field.name for field in dataclasses.fields(Cluster)}
 _TEXTS = ("name", "source")
-_WHOLE = ("gpus_per_node", "host_memory_bytes")
-_MAY_LACK = {"gpu_memory_bytes_per_s", "gemm_shares"}
+_WHOLE = ("gpus_per_node", "host_memory_bytes", "nvlink_gpus")
+_MAY_LACK = {"gpu_memory_bytes_per_s", "gemm_shares", "nvlink_gpus"}
 
 
 def cluster(name: str) -> Cluster:

@@ -214,9 +214,14 @@ class _Parts:
         return self.job.shape.hidden_size * self.travelling_bytes
 
     @property
+    def joined(self) -> int:
+        """Ranks that NVLink joins: those of a node, or of several."""
+        return max(self.cluster.nvlink_gpus, self.job.topology.ranks_per_node)
+
+    @property
     def expert_spread(self) -> GroupSpread:
         topology = self.job.topology
-        return GroupSpread.of(topology.ep, topology.expert_tp, topology.ranks_per_node)
+        return GroupSpread.of(topology.ep, topology.expert_tp, self.joined)
 
     def stage_s(self, stage: _Stage) -> float:
         """t_s: forward and backward of one microbatch."""
@@ -273,7 +278,7 @@ class _Parts:
     def tensor_s(self, stage: _Stage) -> float:
         """Tensor parallelism's sums, each a reduce-scatter and an all-gather: 2 per layer, forward and backward."""
         ways = self.job.topology.tp
-        spread = GroupSpread.of(ways, 1, self.job.topology.ranks_per_node)
+        spread = GroupSpread.of(ways, 1, self.joined)
         return 4 * stage.layers * 2 * self.links.ring_s(self.tokens * ways * self.token_bytes, spread)
 
     def sync_s(self, stage: _Stage) -> float:
@@ -313,7 +318,7 @@ class _Parts:
         topology = self.job.topology
         count = sum(len(sends(topology, number, self.job.microbatches, direction)) for direction in Direction)
         here, there = (topology.stage_ranks(one % topology.pp).start for one in (number, number + 1))
-        if topology.node(here) == topology.node(there):
+        if here // self.joined == there // self.joined:
             return 0.0
         return count * (self.utilisation.latency_s + self.tokens * self.token_bytes / self.links.inter_bytes_per_s)
 
@@ -323,9 +328,9 @@ class _Parts:
         both = self.travelling_bytes + self.job.precision.compute_bytes
         block = topology.ep * topology.expert_tp
         return (
-            (stage.expert_parameters / block * both, GroupSpread.of(topology.edp, block, topology.ranks_per_node)),
+            (stage.expert_parameters / block * both, GroupSpread.of(topology.edp, block, self.joined)),
             (
                 stage.other_parameters / topology.tp * both,
-                GroupSpread.of(topology.dp * topology.cp, topology.tp, topology.ranks_per_node),
+                GroupSpread.of(topology.dp * topology.cp, topology.tp, self.joined),
             ),
         )

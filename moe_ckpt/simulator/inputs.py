@@ -19,8 +19,9 @@ class Cluster:
     peak_flops: dense, by bytes per element of what is multiplied (2: fp16 or bf16, 1: fp8). gpu_memory: that of the GPU
     itself; 0 where it is not known, so that nothing waits for it. gemm_shares: of the peak, by bytes per element, what
     tuned matrix products reach there; empty where it is not known. host_link: GPU to host memory. intra_node: NVLink
-    or alike. inter_node: its share of the node's NICs. storage: of the whole cluster. host_memory_bytes: of one node.
-    source: where the figures stand. Raises UsageError for figures no cluster has.
+    or alike; nvlink_gpus: how many it joins where these are more than a node has. inter_node: its share of the node's
+    NICs. storage: of the whole cluster. host_memory_bytes: of one node. source: where the figures stand. Raises
+    UsageError for figures no cluster has.
     """
 
     name: str
@@ -34,9 +35,11 @@ class Cluster:
     source: str
     gpu_memory_bytes_per_s: float = 0.0
     gemm_shares: dict[int, float] = field(default_factory=dict)
+    nvlink_gpus: int = 0
 
     def __post_init__(self) -> None:
         whole("gpus_per_node", self.gpus_per_node, 1)
+        whole("nvlink_gpus", self.nvlink_gpus, 0)
         for name in (
             "host_link_bytes_per_s",
             "intra_node_bytes_per_s",

@@ -105,6 +105,14 @@ def test_experts_that_are_spread_over_nodes_exchange_tokens_over_the_slow_networ
     assert max(across.stage_s) > 2 * max(inside.stage_s)
 
 
+def test_experts_within_what_nvlink_joins_exchange_tokens_over_it_whatever_the_node() -> None:
+    trays = cluster("gb200-nvl72")
+    apart = replace(job(ep=8), topology=Topology(16, ep=8, ranks_per_node=trays.gpus_per_node))
+    assert cost(apart, trays).iteration_s < cost(apart, replace(trays, nvlink_gpus=0)).iteration_s
+    together = replace(apart, topology=Topology(16, ep=8, ranks_per_node=8))
+    assert cost(apart, trays).iteration_s <= cost(together, replace(trays, nvlink_gpus=0)).iteration_s
+
+
 def test_tensor_parallel_ranks_pay_for_their_sums() -> None:
     without, with_sums = cost(job(pp=2)), cost(job(pp=2, tp=4, etp=1))
     assert max(with_sums.stage_s) > 1.05 * max(without.stage_s)

@@ -49,6 +49,13 @@ def facts(run: Run) -> Facts:
     return call
 
 
+def test_a_node_has_as_many_ranks_as_the_cluster_says(facts: Facts) -> None:
+    model = ("--model", "Qwen3-30B-A3B", "--ep", "8", "--world-size", "64")
+    dgx, trays = (facts(*model, "--cluster", name)["memory_of_a_node_bytes"] for name in ("b200-dgx", "gb200-nvl72"))
+    assert trays == dgx / 2
+    assert facts(*model, "--cluster", "gb200-nvl72", "--ranks-per-node", "8")["memory_of_a_node_bytes"] == dgx
+
+
 @pytest.mark.parametrize("strategy", EVERY)
 def test_every_strategy_has_a_plan_for_people_and_the_same_as_json(run: Run, facts: Facts, strategy: str) -> None:
     asked = (*EVERY[strategy], "--mtbf", "2h")
