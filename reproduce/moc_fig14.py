@@ -22,8 +22,13 @@ TASKS = ("cloze", "original")
 
 @cache
 def runs() -> tuple[dict[str, Any], ...]:
-    """All of the campaign. Raises UsageError where there was none."""
-    return tuple(measured(FILE, COMMAND)["runs"])
+    """All of the campaign from the seeds that all strategies have. Raises UsageError where there was none."""
+    found = measured(FILE, COMMAND)["runs"]
+    seeds: dict[str, set[int]] = {}
+    for run in found:
+        if run["name"] in (*SERIES, "selective"):
+            seeds.setdefault(run["name"], set()).add(run["seed"])
+    return tuple(run for run in found if run["seed"] in set.intersection(*seeds.values()))
 
 
 def curve(name: str) -> list[tuple[int, float]]:

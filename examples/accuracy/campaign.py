@@ -4,8 +4,9 @@
 
 A small GPT-MoE is trained from each seed without faults, and with the same SIGKILLs under each strategy; torchrun
 restarts the job each time. The last checkpoint then answers questions about text that no training saw (`tasks.py`).
-Every run is kept under .data/accuracy as it ends, and not run again: what was cut off continues where it was. With all
-runs there, docs/results gets the page, its figures and its picture.
+Two controls say what can be seen: of `one bit` all that differs is a bit of one initial weight, and under `pec stale`
+experts come back from long ago. Runs that docs/results has, and those that are kept under .data/accuracy as they end,
+are not run again: what was cut off continues where it was, and other seeds and strategies are added to what is there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +33,33 @@ sys.path.insert(0, str(HERE))
 from demo_jobs import DemoRun, Size, train  # noqa: E402
 from tasks import CHANCE  # noqa: E402
 
+from moe_ckpt.simulator.events import estimate  # noqa: E402
+
 RESULTS = ROOT / "docs" / "results"
 SCRATCH = ROOT / ".data" / "accuracy"
 LAYOUT = {"NPROC": "2", "PP": "1", "EP": "2"}
 FAULT_FREE, FULL, SELECTIVE = "fault-free", "full", "selective"
+ONE_BIT, STALE = "one bit", "pec stale"
 PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot")
 THRESHOLD, SHARE = 0.0375, 0.5
 """Of Dynamic-K; and of the bytes of `full`, what `selective` may copy."""
 FLAGS: Mapping[str, tuple[str, ...]] = {
     FAULT_FREE: (),
+    ONE_BIT: (),
     FULL: ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "4"),
     "sparse": ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "4"),
     "pec K=1": (*PEC, "1"),
     "pec K=2": (*PEC, "2"),
-    "pec K=1 I=4": (*PEC, "1", "--moe-ckpt-interval", "4"),
-    "pec K=1 I=16": (*PEC, "1", "--moe-ckpt-interval", "16"),
+    STALE: (*PEC, "1"),
     "pec K=1 W": (*PEC, "1", "--moe-ckpt-pec-scope", "weights"),
     "pec K=1 O": (*PEC, "1", "--moe-ckpt-pec-scope", "optimizer"),
     "pec dynamic": (*PEC, "1", "--moe-ckpt-plt-threshold", str(THRESHOLD)),
     SELECTIVE: ("--moe-ckpt-strategy", "selective"),
 }
 EXACT = (FULL, "sparse")
-QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""Of Student's t, 97.5 %, by the number of seeds."""
+RELEASE = f"torch {version('torch')} and Megatron-Core {version('megatron-core')}"
+RESOLUTION = 0.003
+"""Half of the interval of a loss that the campaign is after."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,11 @@ class Scale:
     def size(self) -> Size:
         """As the demo has it."""
         return Size(self.iterations, self.iterations // self.evaluations, self.eval_iters, self.kills)
+
+    @property
+    def stale_interval(self) -> int:
+        """Iterations between the snapshots of `STALE`, of which each has one expert of a layer."""
+        return max(2, self.iterations // 10)
 
 
 WHOLE = Scale(320, 40, 8, 400, ("1@60:forward-backward", "0@121:step", "1@190:start", "0@262:end"))
@@ -87,16 +99,36 @@ def main() -> int:
     scale = TINY if arguments.tiny else WHOLE
     names = [name for name in FLAGS if not arguments.only or name in (FAULT_FREE, *arguments.only)]
     arguments.scratch.mkdir(parents=True, exist_ok=True)
-    runs = []
+    found = published(arguments.results or RESULTS, scale)
     for seed in arguments.seeds:
         for name in names:
-            runs.append(kept(seed, name, scale, arguments.scratch))
-            print({key: value for key, value in runs[-1].items() if key != "validation"}, flush=True)
+            if (seed, name) not in found:
+                own = [run for run in found.values() if run["seed"] == seed]
+                one_release([*own, {"seed": seed, "release": RELEASE}])
+                found[seed, name] = kept(seed, name, scale, arguments.scratch)
+                one_release([*own, found[seed, name]])
+            print({key: value for key, value in found[seed, name].items() if key != "validation"}, flush=True)
+    runs = [found[key] for key in sorted(found, key=lambda key: (key[0], list(FLAGS).index(key[1])))]
     failures = list(broken(runs))
     if not failures and (arguments.results or not arguments.tiny):
         write(runs, scale, arguments.results or RESULTS)
     print("\n".join(failures) or "Exact where it must be.")
     return 1 if failures else 0
+
+
+def published(folder: Path, scale: Scale) -> dict[tuple[int, str], dict[str, Any]]:
+    """By seed and name, the runs of this scale that a page is made of."""
+    path = folder / "accuracy-campaign.json"
+    data = json.loads(path.read_text()) if path.exists() else {"runs": ()}
+    same = data.get("iterations") == scale.iterations and data.get("kills") == list(scale.kills)
+    return {(run["seed"], run["name"]): run for run in data["runs"] if same}
+
+
+def one_release(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise SystemExit where runs of one seed, which are compared bit by bit, are of several releases."""
+    releases = {run.get("release", "a release that was not recorded") for run in runs}
+    if len(releases) > 1:
+        raise SystemExit(f"runs of seed {runs[0]['seed']} are of {' and of '.join(sorted(releases))}: give another one")
 
 
 def kept(seed: int, name: str, scale: Scale, scratch: Path) -> dict[str, Any]:
@@ -120,10 +152,13 @@ def made(seed: int, name: str, scale: Scale, largest_bytes: int | None) -> dict[
         if largest_bytes is None:
             raise SystemExit(f"{SELECTIVE} needs a run of {FULL} from the same seed, which gives its budget")
         flags = (*flags, "--moe-ckpt-budget-local", str(int(SHARE * largest_bytes)), "--moe-ckpt-replicas", "0")
+    if name == STALE:
+        flags = (*flags, "--moe-ckpt-interval", str(scale.stale_interval))
+    layout = LAYOUT | ({"MOE_CKPT_SCRIPT": str(HERE / "one_bit.py")} if name == ONE_BIT else {})
     with tempfile.TemporaryDirectory(prefix="accuracy-", dir=scratch_disk()) as folder:
         checkpoint = Path(folder) / "checkpoint"
         saved = ("--save", str(checkpoint), "--save-interval", str(scale.iterations))
-        run = train(seed, "run", scale.size, Path(folder), flags, model=saved, layout=LAYOUT)
+        run = train(seed, "run", scale.size, Path(folder), flags, model=saved, layout=layout)
         shares = asked(checkpoint, seed, scale, Path(folder))
     return described(run, name, shares)
 
@@ -167,6 +202,7 @@ def described(run: DemoRun, name: str, shares: Mapping[str, float]) -> dict[str,
     return {
         "seed": run.seed,
         "name": name,
+        "release": RELEASE,
         "faults": len(run.recoveries),
         "plt": run.plt,
         "snapshot": run.mean_snapshot,
@@ -188,6 +224,8 @@ def broken(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         same = run["losses"] == reference[run["seed"]]["losses"] and run["loss"] == reference[run["seed"]]["loss"]
         if run["name"] in EXACT and not (same and run["repeated"]):
             yield f"seed {run['seed']}, {run['name']}: the losses are not those of the fault-free run"
+        if run["name"] == ONE_BIT and same:
+            yield f"seed {run['seed']}, {run['name']}: the bit made no difference"
 
 
 def changes(runs: Sequence[Mapping[str, Any]], name: str, what: str) -> list[float]:
@@ -199,10 +237,16 @@ def changes(runs: Sequence[Mapping[str, Any]], name: str, what: str) -> list[flo
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Half of the 95 % confidence interval of the mean; None for too few or too many values."""
-    if len(values) not in QUANTILES:
-        return None
-    return QUANTILES[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    """Half of the 95 % confidence interval of the mean; None for a single value."""
+    return estimate(values).half_width if len(values) > 1 else None
+
+
+def seeds_needed(values: Sequence[float]) -> int | None:
+    """Seeds until half of the interval is `RESOLUTION`, by the spread of these; None where nothing spreads."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    normal = statistics.NormalDist().inv_cdf(0.975)
+    # What the quantile of Student's distribution is above the normal one takes two more.
+    return math.ceil((normal * spread / RESOLUTION) ** 2 + normal**2 / 2) if spread else None
 
 
 def interval(values: Sequence[float]) -> str:
@@ -211,22 +255,42 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {100 * half:.2f}"
 
 
+def beyond(values: Sequence[float]) -> bool:
+    """Whether the mean is beyond its own interval."""
+    half = half_interval(values)
+    return half is not None and abs(statistics.fmean(values)) > half
+
+
 def resolved(runs: Sequence[Mapping[str, Any]]) -> str:
     """What the intervals of validation losses let one say of strategies that lose something; empty without any."""
-    lossy = [name for name in dict.fromkeys(run["name"] for run in runs) if name not in (FAULT_FREE, *EXACT)]
-    found = {name: changes(runs, name, "loss") for name in lossy}
-    halves = {name: half for name, values in found.items() if (half := half_interval(values)) is not None}
-    if not halves:
+    apart = (FAULT_FREE, *EXACT, ONE_BIT, STALE)
+    lossy = [name for name in dict.fromkeys(run["name"] for run in runs) if name not in apart]
+    found = {name: values for name in lossy if len(values := changes(runs, name, "loss")) > 1}
+    if not found:
         return ""
-    clear = [
-        f"`{name}` ({interval(found[name])} %)"
-        for name, half in halves.items()
-        if abs(statistics.fmean(found[name])) > half
-    ]
+    halves = [half_interval(values) or 0.0 for values in found.values()]
+    clear = [f"`{name}` ({interval(values)} %)" for name, values in found.items() if beyond(values)]
     told = f"beyond its own interval is {', '.join(clear)}" if clear else "no change is beyond its own interval"
     return (
-        f"- Of strategies that lose something, the mean loss is known to within {100 * min(halves.values()):.1f} to"
-        f" {100 * max(halves.values()):.1f} %; {told}.\n"
+        f"- Of strategies that lose something, the mean loss is known to within {100 * min(halves):.1f} to"
+        f" {100 * max(halves):.1f} %; {told}. One of twenty such intervals leaves 0 out by chance.\n"
+    )
+
+
+def controlled(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What the controls say of the power of the comparison; empty without them."""
+    null, stale = (changes(runs, name, "loss") for name in (ONE_BIT, STALE))
+    if min(len(null), len(stale)) < 2:
+        return ""
+    needed = seeds_needed(null) or 2
+    enough = "which is what there is" if len(null) >= needed else f"of which there are {len(null)}"
+    return (
+        f"- `{ONE_BIT}`, the null control, has no faults: the last bit of one initial weight is flipped, and the loss"
+        f" is {interval(null)} % off. So runs that lose nothing differ by {100 * statistics.stdev(null):.2f} %"
+        f" (standard deviation), and an interval of ± {_RESOLUTION} % takes {needed} seeds, {enough}.\n"
+        f"- `{STALE}`, the positive control, has a snapshot of one expert in so many iterations that experts come back"
+        f" from long ago. Its loss is {interval(stale)} % off: the harm is"
+        f" {'seen' if beyond(stale) and statistics.fmean(stale) > 0 else 'NOT seen'}.\n"
     )
 
 
@@ -246,40 +310,49 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
     for name in names:
         own = [run for run in runs if run["name"] == name]
         means = [statistics.fmean(run[what] for run in own) for what in ("loss", *CHANCE)]
-        cells = [name, f"{100 * statistics.fmean(run['plt'] for run in own):.2f}", f"{means[0]:.4f}"]
+        cells = [name, str(len(own)), f"{100 * statistics.fmean(run['plt'] for run in own):.2f}", f"{means[0]:.4f}"]
         off = [interval(changes(runs, name, what)) if name != FAULT_FREE else "" for what in ("loss", *CHANCE)]
-        cells += [off[0], f"{100 * means[1]:.1f}", off[1], f"{100 * means[2]:.1f}", off[2]]
+        needed = seeds_needed(changes(runs, name, "loss")) or ""
+        cells += [off[0], str(needed), f"{100 * means[1]:.1f}", off[1], f"{100 * means[2]:.1f}", off[2]]
         lines.append(f"| {' | '.join(cells)} |")
-    seeds = sorted({run["seed"] for run in runs})
-    chosen = "" if names == list(FLAGS) else " --only " + " ".join(f'"{name}"' for name in names if name != FAULT_FREE)
+    by_release: dict[str, set[int]] = {}
+    for run in runs:
+        by_release.setdefault(run.get("release", "a release that was not recorded"), set()).add(run["seed"])
+    seeds = "; ".join(f"{', '.join(map(str, sorted(some)))} with {name}" for name, some in by_release.items())
     return _PAGE.format(
-        table="\n".join(lines), chosen=chosen, iterations=scale.iterations, kills=len(scale.kills),
-        questions=scale.questions,
-        points=", ".join(f"`{point}`" for point in scale.kills), seeds=len(seeds), resolved=resolved(runs),
+        table="\n".join(lines), iterations=scale.iterations, kills=len(scale.kills), questions=scale.questions,
+        points=", ".join(f"`{point}`" for point in scale.kills), seeds=seeds, head=_HEAD,
+        resolved=controlled(runs) + resolved(runs), stale=scale.stale_interval, resolution=_RESOLUTION,
     )  # fmt: skip
 
 
+_RESOLUTION = f"{100 * RESOLUTION:.1f}"
+_HEAD = (
+    f"| strategy | seeds | lost tokens, % | validation loss | off fault-free, % | seeds for ± {_RESOLUTION} % | cloze,"
+    f" % | off, points | original, % | off, points |\n|---|{'---:|' * 9}"
+)
 _PAGE = """# Accuracy after faults, over seeds
 
-Made by `python examples/accuracy/campaign.py{chosen}`;
+Made by `python examples/accuracy/campaign.py`, to whose runs `--seeds` and `--only` add others;
 every run is in [accuracy-campaign.json](accuracy-campaign.json).
 
 The demo model (GPT-MoE with 4 layers, 8 experts, top 2; two expert-parallel processes on CPU) is trained for
-{iterations} iterations of 2,048 bytes of Python's standard library, from {seeds} seeds. {kills} times a process gets
+{iterations} iterations of 2,048 bytes of Python's standard library. {kills} times a process gets
 SIGKILL and torchrun restarts the job: {points}
-(rank@iteration:phase). The memory of the node survives.
+(rank@iteration:phase). The memory of the node survives. Seeds: {seeds}.
 
-| strategy | lost tokens, % | validation loss | off fault-free, % | cloze, % | off, points | original, % | off, points |
-|---|---:|---:|---:|---:|---:|---:|---:|
+{head}
 {table}
 
-- Lost tokens: share of all routed tokens whose updates experts lost (MoC eq. 7). Validation loss: nats per byte.
+- Lost tokens: share of all routed tokens whose updates experts lost (MoC eq. 7). Validation loss: nats per byte, the
+  mean over a strategy's own seeds; seeds differ by more than strategies, so compare what it is off.
 - Cloze: which of four words of the same length continues (25 % by chance); original: which of two texts has not had two
   words swapped (50 % by chance); {questions} questions of each, from the last twentieth of the corpus, which is not
   trained on, answered by likelihood.
 - Off: mean over seeds of the difference to the fault-free run of the same seed, ± half of its 95 % confidence interval.
-- K: experts per layer in a snapshot; I: iterations between snapshots; W, O: only weights or only moments are left out;
-  dynamic: K grows to keep the lost tokens below 3.75 %. `selective` may copy half of the bytes of `full`.
+- Seeds for ± {resolution} %: how many make half of the interval so small, by the spread of the seeds there are.
+- K: experts per layer in a snapshot; stale: one, every {stale} iterations; W, O: only weights or only moments are left
+  out; dynamic: K grows to keep the lost tokens below 3.75 %. `selective` may copy half of the bytes of `full`.
 {resolved}
 MoC-System reports losses within noise of the fault-free run below 3.75 % of lost tokens (Fig. 5), and downstream
 accuracy as good as with full checkpoints (Table 3); MOETION (Fig. 8) spikes after a recovery that training makes up.

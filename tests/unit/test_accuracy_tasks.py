@@ -92,6 +92,36 @@ def test_the_page_says_which_losses_are_beyond_their_noise() -> None:
     assert campaign.resolved(reference) == ""
 
 
+def test_controls_say_what_the_comparison_can_see() -> None:
+    losses = {"fault-free": (2.0,) * 4, "one bit": (2.01, 1.99, 2.01, 2.0), "pec stale": (2.1, 2.11, 2.12, 2.1)}
+    runs = [run(seed, name, found[seed]) for name, found in losses.items() for seed in range(4)]
+    told = campaign.controlled(runs)
+    assert "+0.12 ± 0.76 % off. So runs that lose nothing differ by 0.48 %" in told
+    assert "an interval of ± 0.3 % takes 12 seeds, of which there are 4" in told
+    assert "+5.38 ± 0.76 % off: the harm is seen" in told
+    better = [one | {"loss": 4.0 - one["loss"]} for one in runs]
+    assert "the harm is NOT seen" in campaign.controlled(better)
+    assert campaign.controlled(runs[:8]) == ""
+
+
+def test_a_null_control_that_is_the_fault_free_run_is_none() -> None:
+    runs = [run(1, "fault-free", 2.0), run(1, "one bit", 2.0)]
+    assert list(campaign.broken(runs)) == ["seed 1, one bit: the bit made no difference"]
+
+
+def test_runs_of_a_page_are_not_made_again_and_a_seed_has_one_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"iterations": 16, "kills": list(campaign.TINY.kills), "runs": [run(1, "fault-free", 2.0)]}
+    (tmp_path / "accuracy-campaign.json").write_text(json.dumps(data))
+    assert list(campaign.published(tmp_path, campaign.TINY)) == [(1, "fault-free")]
+    assert campaign.published(tmp_path, campaign.WHOLE) == {}
+    asked = ["campaign.py", "--tiny", "--seeds", "1", "--only", "full", "--scratch", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*asked, "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="runs of seed 1 are of a release that was not recorded and of torch"):
+        campaign.main()
+
+
 def test_the_page_of_the_campaign_is_what_its_runs_say() -> None:
     data = json.loads((campaign.RESULTS / "accuracy-campaign.json").read_text())
     assert (data["iterations"], tuple(data["kills"])) == (campaign.WHOLE.iterations, campaign.WHOLE.kills)
