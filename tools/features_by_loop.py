@@ -33,6 +33,18 @@ Made by `python tools/features_by_loop.py` from the table that flags are judged 
 
 """
 
+NOT_RECOMMENDED = {
+    "`--moe-ckpt-strategy selective` where `full` fits": "sends 66.5 % of the bytes of `full`; iterations take 1.088 ±"
+    " 0.267 of those with `full` ([three rounds](results/moetion-fig10.md))",
+    "`--moe-ckpt-replicate gradients`": "with `selective` it sends 24.6 % of the bytes; iterations take 1.060 ± 0.256."
+    " Whether rolling gradients forward beats a replay of `sparse` at equal bytes was not measured",
+    "`--moe-ckpt-copy-placement bubbles`": "28.0 % with both, more than without; iterations take 1.015 ± 0.297",
+    "`--moe-ckpt-capacity-boost`": "validation loss +0.04 ± 0.93 % off the runs without it, from three seeds; 3,052 to"
+    " 5,858 of about 22,000 lost tokens were still owed at the end (`docs/results/capacity-boost.md` of commit"
+    " ccfc4196; not measured since). 0 switches it off",
+}
+"""What works, and is here as papers have it, by what was measured of it."""
+
 
 def shown(cell: Cell) -> str:
     """What a cell says."""
@@ -67,7 +79,15 @@ def render() -> str:
     """The whole page."""
     head = "| | " + " | ".join(loop.value for loop in Loop) + " |\n|---|" + "---|" * len(Loop)
     table = "\n".join([head, *map(line, FEATURES)])
-    return f"{HEADING}{table}\n\n## Tests\n\n" + "\n".join(tests()) + "\n"
+    sections = {
+        "Not recommended": [
+            "They work, and are here as papers have them. No benefit was measured:\n",
+            "| flag | what was measured |\n|---|---|",
+            *(f"| {flag} | {found} |" for flag, found in NOT_RECOMMENDED.items()),
+        ],
+        "Tests": tests(),
+    }
+    return HEADING + table + "\n" + "".join(f"\n## {name}\n\n" + "\n".join(of) + "\n" for name, of in sections.items())
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from moe_ckpt.commands.simulate import simulate
-from moe_ckpt.simulator.constants import COMEBACKS, THIS_PROJECT, Constants
-from moe_ckpt.simulator.cost import Utilisation
+from moe_ckpt.simulator.constants import COMEBACKS, MOEVEMENT, THIS_PROJECT, Constants
+from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, Utilisation
 from moe_ckpt.simulator.sources import CONSTANTS, UTILISATION, sourced
 from reproduce import cross_validation, large_scale, public_reports
 
@@ -70,6 +70,18 @@ def test_the_null_model_finds_the_two_numbers_that_made_its_cells(monkeypatch: p
 def test_constants_are_those_of_the_files_that_measured_or_fitted_them() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "simulator_constants.py"))
     assert tool["PRESET"].read_text("utf-8") == tool["render"](), "run python tools/simulator_constants.py"
+
+
+def test_what_was_measured_or_fitted_stands_in_the_file_that_is_named_for_it() -> None:
+    page = (ROOT / "docs" / "results" / "cross-validation.md").read_text("utf-8")
+    fitted = page.partition("## All fitted constants")[2]
+    for one in sourced(MOEVEMENT, MOEVEMENT_UTILISATION):
+        if one.kind == "fitted" and one.value is not None:
+            assert f"| {one.name} | {one.value:.3g} |" in fitted, one
+        elif one.kind == "measured" and one.name not in {f"comeback {mode}" for mode in COMEBACKS}:
+            number = one.source.partition("decision ")[2][:3]
+            (decision,) = (ROOT / "docs" / "internals" / "decisions").glob(f"{number}-*.md")
+            assert f"{one.value:,.0f}" in decision.read_text("utf-8"), one
 
 
 def test_recovery_in_place_is_not_slower_than_from_standbys_nor_these_than_cold() -> None:

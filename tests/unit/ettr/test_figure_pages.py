@@ -68,6 +68,16 @@ def test_a_page_is_written_with_data_and_picture_and_links_to_both(
     assert "](moc-fig11.png)" in text and "](moc-fig11.json)" in text
 
 
+def test_a_page_with_seconds_of_recoveries_says_that_they_are_not_predicted() -> None:
+    with_seconds = {
+        name: row
+        for name, row in FIGURES.items()
+        if any(word in columns for _, columns in row.tables for word in ("recovery:seconds", "E[R]:seconds"))
+    }
+    assert {"fig1", "table3", "large_scale"} <= with_seconds.keys()
+    assert [name for name, row in with_seconds.items() if "not predicted" not in " ".join(row.notes)] == []
+
+
 def test_pages_are_named_by_paper() -> None:
     named = {name: FIGURES[name].page.stem for name in ("fig1", "table3", "moc_fig5", "large_scale")}
     assert named == {"fig1": "moevement-fig1", "table3": "moevement-table3", "moc_fig5": "moc-fig5",
