@@ -29,6 +29,6 @@ def digest_of(module: str, name: str) -> str:
     """Of the source of a name below `megatron.core`; `gone` if there is none."""
     try:
         source = inspect.getsource(attrgetter(name)(importlib.import_module(f"megatron.core.{module}")))
-    except AttributeError:
+    except (AttributeError, ModuleNotFoundError):
         return GONE
     return hashlib.sha256(source.encode()).hexdigest()[:12]
