@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -62,18 +61,6 @@ def test_a_killed_job_that_predicts_further_tokens_ends_as_the_undisturbed_one(
         waiting = {2: [1], 1: [0, 2]}[int(fault[0])]
         assert any("local rollback" in line for line in outcome.lines), outcome.said
         assert [rank for rank in range(3) if len(set(job.ran(rank))) == len(job.ran(rank))] == waiting
-
-
-@pytest.mark.ci
-def test_another_depth_than_that_of_the_state_is_refused_before_the_model_is_built(new_job) -> None:
-    job, fault = new_job(PAIR), ("--moe-ckpt-inject-fault", "1@4:step")
-    job.run(*FULL, *fault, codes={KILLED, 1})
-    deeper = replace(job, shape=replace(PAIR, more=("--mtp-num-layers", "2")))
-    outcome = deeper.run(*FULL, *fault, codes={2})
-    assert "--mtp-num-layers was 1 and is 2, but " in outcome.said
-    assert "number of parameters" not in outcome.said
-    none = replace(job, shape=replace(PAIR, more=())).run(*FULL, *fault, codes={2})
-    assert "--mtp-num-layers was 1 and is None, but " in none.said
 
 
 @pytest.mark.ci

@@ -110,13 +110,3 @@ def test_a_momentum_that_is_left_out_is_noticed(new_job) -> None:
         codes={2},
     )
     assert "momentum_buffer of decoder.layers.0.self_attention.linear_proj.weight" in outcome.said
-
-
-@needs_package
-@pytest.mark.ci
-def test_another_optimizer_than_that_of_the_state_is_refused_before_the_model_is_built(new_job) -> None:
-    job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "1@4:step")
-    job.run(*FULL, *fault, codes={KILLED, 1})
-    outcome = job.run(*FULL, *fault, "--optimizer", "adam", codes={2})
-    assert "--optimizer was muon and is adam, but " in outcome.said
-    assert "number of parameters" not in outcome.said

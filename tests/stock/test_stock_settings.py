@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from runs import metrics
-from stock_jobs import ALONE, StockJob
+from stock_jobs import ALONE, Shape, StockJob
 from world import Outcome
 
 pytestmark = pytest.mark.ci
@@ -133,3 +133,34 @@ def test_the_folder_of_one_iteration_is_loaded_as_that_iteration(new_job, tmp_pa
     outcome = job.run(*FULL, "--load", tmp_path / "iter_0000002")
     assert job.ran(0) == [3, 4, 5, 6]
     assert f"taken as --load {tmp_path} --ckpt-step 2" in outcome.said
+
+
+def shape(*more: str) -> Shape:
+    return Shape(ranks=2, pp=2, ep=1, more=("--bf16", *more))
+
+
+AHEAD = shape("--mtp-num-layers", "1")
+CHANGED = {
+    "--mtp-num-layers was 1 and is 2": shape("--mtp-num-layers", "2"),
+    "--mtp-num-layers was 1 and is None": shape(),
+    "--optimizer was adam and is muon": shape("--mtp-num-layers", "1", "--optimizer", "muon"),
+    "--moe-token-dispatcher-type was alltoall and is allgather": shape(
+        "--mtp-num-layers", "1", "--moe-token-dispatcher-type", "allgather"
+    ),
+}
+"""What a line says, and what is started."""
+
+
+def test_a_feature_that_changes_is_refused_by_its_flag_and_the_job_of_before_continues_to_the_last_bit(
+    new_job, undisturbed
+) -> None:
+    job: StockJob = new_job(AHEAD)
+    given = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", 2, "--moe-ckpt-inject-fault", "1@5:step")
+    job.run(*given, codes={KILLED, 1})
+    for told, other in CHANGED.items():
+        outcome = replace(job, shape=other).run(*given, codes={2})
+        assert f"{told}, but " in line_with(outcome, " was "), outcome.said
+        assert "number of parameters" not in outcome.said, "the model was built"
+    job.run(*given)
+    assert job.records() == undisturbed(AHEAD)
+    assert 1 not in job.ran(1)[1:], "nothing begins again"
