@@ -153,7 +153,7 @@ ROWS = {
     ),
     "scripts": Row("", "matplotlib pip torch", "megatron_core", also=DRIVER),
     "examples": Row(
-        "", "matplotlib megatron.core megatron.training torch",
+        "", "matplotlib megatron.core megatron.training torch", "simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
     "benchmarks": Row(

@@ -6,13 +6,11 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe import bridge_survivors
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.stock import survivors
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
@@ -107,9 +105,8 @@ def test_what_ranks_agreed_on_of_their_data_is_taken_over() -> None:
     assert theirs.args == ours.args
 
 
-@pytest.mark.parametrize("loop", ["Megatron-LM", "Megatron-Bridge"])
 def test_nobody_watches_a_process_that_waits_for_its_launcher_since_its_connections_came_to_nothing(
-    loop: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watched: list[str] = []
 
@@ -128,9 +125,8 @@ def test_nobody_watches_a_process_that_waits_for_its_launcher_since_its_connecti
     monkeypatch.setattr(process_restart.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(survivors.flags, "read", lambda args: SimpleNamespace(timeout_s=1.0))
     kept = cast("Any", SimpleNamespace(as_before_training=lambda: None))
-    stock, bridge = survivors.Survivors(Loop(), "0.19.2"), bridge_survivors.BridgeSurvivors(1.0)
-    stock._kept = stock._globals = bridge._kept = kept
-    connect = stock.connect if loop == "Megatron-LM" else partial(bridge._connect_again, 1.0, {})
+    stays = survivors.Survivors(Loop(), "0.19.2")
+    vars(stays).update(_kept=kept, _globals=kept)
     with pytest.raises(RuntimeError, match="reset by peer"):
-        connect()
+        stays.connect()
     assert watched == ["begins", "ends"]

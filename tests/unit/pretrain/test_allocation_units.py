@@ -237,14 +237,19 @@ def half_unit_of_an_elastic_job(play: Any, monkeypatch: pytest.MonkeyPatch) -> t
     return agents["a2"], [agents["b1"], agents["b2"]]
 
 
+def handler_of(agent: Agent) -> Any:
+    """As of a node whose workers have trained."""
+    handler: Any = object.__new__(SpareHandler)
+    vars(handler).update(_executor=agent.executor, _state_holder=agent.holder, _settings=agent.settings, _trained=True)
+    return handler
+
+
 def test_what_is_left_of_a_unit_waits_for_the_rest_for_as_long_as_an_elastic_job_trains(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, others = half_unit_of_an_elastic_job(play, monkeypatch)
     assert set(play([*others, waits], 1)) == {"b1", "b2"}
-    handler: Any = object.__new__(SpareHandler)
-    handler._executor, handler._state_holder, handler._settings = waits.executor, waits.holder, waits.settings
-    handler._trained, ends = True, iter([RendezvousTimeoutError(), RendezvousClosedError()])
+    handler, ends = handler_of(waits), iter([RendezvousTimeoutError(), RendezvousClosedError()])
 
     def meet(_: object) -> None:
         play([waits], 1)
@@ -259,10 +264,8 @@ def test_a_job_that_cannot_meet_again_ends_with_the_failure_of_a_node_that_train
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, _ = half_unit_of_an_elastic_job(play, monkeypatch)
-    handler: Any = object.__new__(SpareHandler)
-    handler._executor, handler._state_holder, handler._settings = waits.executor, waits.holder, waits.settings
     for error in (RendezvousTimeoutError, RendezvousClosedError):
-        handler._trained = True
+        handler = handler_of(waits)
 
         def meet(_: object, error: type[Exception] = error) -> None:
             play([waits], 1)

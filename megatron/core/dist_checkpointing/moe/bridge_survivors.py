@@ -32,7 +32,6 @@ from .in_place.process_restart import (
     prepare_chunks,
     survivors_facts,
 )
-from .recovery.timeline import Milestone
 
 TRAINING = "megatron.bridge.training"
 _CONNECTS, _OVERLAPS = "_initialize_distributed", "_initialize_tp_communicators"
@@ -94,10 +93,10 @@ class BridgeSurvivors(LoopSurvivor):
 
         def connecting(*given: Any, **named: Any) -> Any:
             if not by_others:
-                self.marks.mark(Milestone.IMPORTED)
+                self._imported()
             groups = connect(*given, **named)
             if not by_others:
-                self.marks.mark(Milestone.RENDEZVOUS)
+                self._met()
             if reason is None:
                 self._watch(self._timeout_s)
                 self._connected(functools.partial(connect, *given, **named))

@@ -367,6 +367,12 @@ class LoopSurvivor:
         if self._kept is None:
             self._begin_building()
 
+    def _imported(self) -> None:
+        self.marks.mark(Milestone.IMPORTED)
+
+    def _met(self) -> None:
+        self.marks.mark(Milestone.RENDEZVOUS)
+
     def _connected(self, connect: Callable[[], object]) -> None:
         """All ranks are connected for the first time in this process, and it can stay. connect: does that again."""
         own_build().connected()

@@ -30,7 +30,6 @@ from ..in_place.process_restart import (
     prepare_chunks,
     survivors_facts,
 )
-from ..recovery.timeline import Milestone
 from . import flags
 from .seams import Call, release_of
 
@@ -189,7 +188,7 @@ class Survivors(LoopSurvivor):
         """A block around `pretrain`: from where all ranks are connected, its collectives are noted or answered."""
         by_others = dist.is_initialized() and self._start is None
         if self._start is not None and not dist.is_initialized():
-            self.marks.mark(Milestone.IMPORTED)
+            self._imported()
             self._start()
         initialize = importlib.import_module(_INITIALIZE)
         original, overlap = (getattr(initialize, name, None) for name in (_CONNECTS, _OVERLAPS))
@@ -204,7 +203,7 @@ class Survivors(LoopSurvivor):
                 original(*arguments, **options)
 
             if not dist.is_initialized():
-                self.marks.mark(Milestone.IMPORTED)
+                self._imported()
             original(*arguments, **options)
             self._connected_by(connect_again, by_others=by_others)
 
@@ -266,7 +265,7 @@ class Survivors(LoopSurvivor):
         self._watch(self._timeout_s)
         reason = why_not(args, self._version, is_started_by_script=by_others)
         if not by_others:  # else imports would count as connecting: nobody saw when it began
-            self.marks.mark(Milestone.RENDEZVOUS)
+            self._met()
         if reason is None:
             self._connected(connect_again)
         else:
