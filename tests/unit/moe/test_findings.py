@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -16,6 +14,7 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import ThreadTransport, Together
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
@@ -72,40 +71,6 @@ CONFIGS = {
     "full": MoECheckpointConfig(strategy="full", interval=1, timeout_s=60.0),
     "pec": MoECheckpointConfig(strategy="pec", interval=1, timeout_s=60.0),
 }
-
-
-class Together:
-    """What ranks that are threads have in common."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.values = size, threading.Barrier(size, timeout=60), dict[int, Any]()
-
-    def all(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait()
-        values = [self.values[one] for one in range(self.size)]
-        self.barrier.wait()
-        return values
-
-
-@dataclass
-class ThreadTransport:
-    """Of one of them; `received` counts bytes."""
-
-    rank: int
-    together: Together
-    received: int = 0
-
-    @property
-    def world_size(self) -> int:
-        return self.together.size
-
-    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
-        return reduce(combine, self.together.all(self.rank, value))
-
-    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
-        sent = enumerate(self.together.all(self.rank, dict(outgoing)))
-        return [(source, held[self.rank]) for source, held in sent if self.rank in held]
 
 
 @dataclass

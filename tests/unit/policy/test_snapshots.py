@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 
@@ -133,6 +134,15 @@ def test_the_order_of_operators_changes_neither_digest_nor_equality_nor_hash(
     assert shuffled == plan
     assert hash(shuffled) == hash(plan)
     assert shuffled.digest() == plan.digest()
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(plans)
+def test_the_digest_is_that_of_snapshots_that_are_stored_already(plan: SnapshotPlan) -> None:
+    state = hashlib.blake2b(str(plan.iteration).encode(), digest_size=16)
+    for one, part in sorted(plan.parts.items()):
+        state.update(f";{one.layer},{one.kind.value},{one.expert},{part.value}".encode())
+    assert plan.digest() == state.hexdigest()
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -395,10 +395,12 @@ def shared_pieces(
     lacking = merged(transport, frozenset(partial), frozenset[_Key], or_)
     found: dict[Tier, list[Piece]] = {}
     for key, share in shares.items():
-        plan = share.plan(key.iteration, order)
         is_everywhere = share.holders == transport.world_size
-        is_owned = not share.has_strategy and key not in lacking and plan.digest() == key.digest
-        if is_everywhere or is_owned:
+        if not is_everywhere and (share.has_strategy or key in lacking):
+            continue
+        plan = share.plan(key.iteration, order)
+        # Only where owners are missing can operators be: of thousands a digest takes longer than all else here.
+        if is_everywhere or plan.digest() == key.digest:
             piece = Piece(key.kind, plan, range(share.first, share.last + 1))
             found.setdefault(key.tier, []).append(piece)
     return found

@@ -60,10 +60,13 @@ class SnapshotPlan:
 
     def digest(self) -> str:
         """128-bit hexadecimal digest, the same on each rank that plans the same; compared at window starts."""
-        state = hashlib.blake2b(str(self.iteration).encode(), digest_size=16)
-        for operator, part in sorted(self.parts.items(), key=_in_order):
-            state.update(f";{operator.layer},{operator.kind.value},{operator.expert},{part.value}".encode())
-        return state.hexdigest()
+        # At once, and without asking enums, which is slow: there may be many thousands of operators.
+        names = {id(part): part.value for part in {id(part): part for part in self.parts.values()}.values()}
+        operators = (
+            f";{one.layer},{one.kind:d},{one.expert},{names[id(part)]}"
+            for one, part in sorted(self.parts.items(), key=_in_order)
+        )
+        return hashlib.blake2b(f"{self.iteration}{''.join(operators)}".encode(), digest_size=16).hexdigest()
 
     def __hash__(self) -> int:
         return hash((self.iteration, len(self.parts)))
@@ -153,7 +156,7 @@ class Window:
 
 def _in_order(item: tuple[OperatorId, Part]) -> tuple[int, int, int]:
     operator, _ = item
-    return operator.layer, operator.kind.value, operator.expert
+    return operator.layer, operator.kind, operator.expert
 
 
 def full_plan(iteration: int, operators: Iterable[OperatorId], part: Part = Part.MASTER_AND_MOMENTS) -> SnapshotPlan:
