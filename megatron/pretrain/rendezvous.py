@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -35,17 +35,41 @@ from megatron.pretrain.bound_store import bound_store, is_loopback
 log = logging.getLogger(__name__)
 
 BACKEND = "moe-ckpt-nodes"
-HEARTBEAT_S = 1
-MISSED_HEARTBEATS = 5
-"""After so many a node counts as lost; on a busy machine an agent is late by seconds."""
+HEARTBEAT_S, FEW_HEARTBEAT_S, FEW_NODES = 1.0, 0.25, 16
+"""How often a node says that it is there; the second where at most so many train: it writes the state of all."""
+MISSED_S = 5.0
+"""After so long without one a node counts as lost; on a busy machine an agent is late by seconds."""
+MISSED_MEETING_S = 1.2
+"""The same where few nodes have trained and meet again: one that is only late then joins as a new one, and disturbs
+nobody. For the first `MISSED_S` of a meeting: a node without a place meets for as long as others train."""
 ANSWER_S = 20
 """How long the others wait for the first node to write where to listen: it has nothing else to do."""
+_LONG_AGO = datetime.fromtimestamp(0, UTC)
 ATTEMPTS = 10
 PAUSE_S = 2.0
 """How long a node waits before it meets again where the store does not answer."""
 POLLS_PER_S = 50.0
 """How often all nodes together ask for the state of a rendezvous. Torchrun's handler (2.13) asks once a second whatever
 their number, which makes up most of the time in which few nodes meet again."""
+
+
+class Beats:
+    """When the heartbeats of nodes changed, by the clock of this node: those of others may be set otherwise."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[object, float]] = {}
+
+    def silent(self, beats: Mapping[Any, object], now_s: float) -> frozenset[Any]:
+        """The nodes whose heartbeat was the same for longer than `MISSED_MEETING_S`.
+
+        Args:
+            beats: The last one of each node, as it was told.
+            now_s: The time, by a clock that is never set.
+        """
+        new = {node: (beat, now_s) for node, beat in beats.items()}
+        known = {node: seen for node, seen in self._seen.items() if node in new and seen[0] == beats[node]}
+        self._seen = new | known
+        return frozenset(node for node, (_, since_s) in known.items() if now_s > since_s + MISSED_MEETING_S)
 
 
 class NodesHandler(DynamicRendezvousHandler):
@@ -56,6 +80,20 @@ class NodesHandler(DynamicRendezvousHandler):
 
     kept: Store | None = None
     _is_cut_off = False
+    _has_met, _meets_since_s = False, float("-inf")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._beats = Beats()
+        self._state_holder._sanitize = partial(self._forget_lost, self._state_holder._sanitize)
+
+    def _forget_lost(self, by_their_clocks: Callable[[], None]) -> None:
+        """As torchrun's, which compares the clocks of nodes; and sooner by this node's clock, where it meets again."""
+        now_s, beats = time.monotonic(), self._state_holder._state.last_heartbeats
+        silent = self._beats.silent(beats, now_s)
+        if now_s < self._meets_since_s + MISSED_S and self._settings.max_nodes <= FEW_NODES:
+            beats.update(dict.fromkeys(silent - {self._this_node}, _LONG_AGO))
+        by_their_clocks()
 
     def __init__(self, node: Any, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
         super().__init__(node, settings, backend_name, store, state_holder)
@@ -95,11 +133,15 @@ class NodesHandler(DynamicRendezvousHandler):
     def _met(self) -> RendezvousInfo:
         pause_s, holder = min(1.0, self._settings.max_nodes / POLLS_PER_S), self._state_holder
         kept_s, holder._cache_duration = holder._cache_duration, pause_s
+        # At the first start nobody has left: whoever is late there is starting.
+        self._meets_since_s = time.monotonic() if self._has_met else self._meets_since_s
         try:
             with pausing_at_most(pause_s):
-                return super().next_rendezvous()
+                met = super().next_rendezvous()
+            self._has_met = True
+            return met
         finally:
-            holder._cache_duration = kept_s
+            holder._cache_duration, self._meets_since_s = kept_s, float("-inf")
 
 
 class Heartbeats:
@@ -169,8 +211,8 @@ def pausing_at_most(most_s: float) -> Iterator[None]:
 
 
 def register_backend(handler: type[NodesHandler] = NodesHandler) -> None:
-    """Make `BACKEND` known to torchrun's launcher in this process. Parameters: join_timeout, last_call_timeout
-    and is_host, as `c10d`."""
+    """Make `BACKEND` known to torchrun's launcher in this process. Parameters, as of `c10d`: join_timeout, is_host,
+    last_call_timeout, keep_alive_interval and keep_alive_max_attempt."""
     # Ranks follow from the order of nodes: asking around for them would be one more wait for a node that may be lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     rendezvous_handler_registry.register(BACKEND, _CREATORS.setdefault(handler, partial(_handler, handler)))
@@ -187,9 +229,12 @@ def _handler(kind: type[NodesHandler], params: RendezvousParameters) -> NodesHan
     last_call = timedelta(seconds=float(params.get("last_call_timeout", 30)))
     join = timedelta(seconds=params.get_as_int("join_timeout", 600) or 600)
     timeout = RendezvousTimeout(join=join, last_call=last_call)
+    default_s = FEW_HEARTBEAT_S if params.max_nodes <= FEW_NODES else HEARTBEAT_S
+    beat_s = float(params.get("keep_alive_interval", default_s))
     handler: NodesHandler = kind.from_backend(
         params.run_id, store, backend, params.min_nodes, params.max_nodes, params.local_addr, timeout,
-        keep_alive_interval=HEARTBEAT_S, keep_alive_max_attempt=MISSED_HEARTBEATS,
+        keep_alive_interval=beat_s,
+        keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt", max(1, round(MISSED_S / beat_s))),
     )  # fmt: skip
     handler.kept = kept
     return handler
