@@ -423,19 +423,24 @@ def refuse_what_cannot_repeat_itself(config: MoECheckpointConfig, chunk: torch.n
         transformer: The configuration that its modules share.
 
     Raises:
-        UsageError: Says on which ranks, and what to set; on all ranks alike.
+        UsageError: Says on which rank first, and what to set; on all ranks alike.
     """
     if not must_repeat_itself(config):
         return
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    own = list(not_repeatable(config, device_settings(chunk, transformer, ranks)))
-    every: list[Any] = [own] * ranks
+    told = [list(not_repeatable(config, device_settings(chunk, transformer, ranks)))]
+    first = 0
     if torch.distributed.is_initialized():
-        torch.distributed.all_gather_object(every, own)
-    for rank, lines in enumerate(every):
-        if lines:
-            advice = "or say with --moe-ckpt-replay-tolerance by how much losses may differ"
-            raise UsageError("\n".join([*(f"rank {rank}: {line}" for line in lines), advice]))
+        own = torch.distributed.get_rank() if told[0] else ranks
+        refusing = torch.tensor([own], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(refusing, op=torch.distributed.ReduceOp.MIN)
+        first = int(refusing.item())
+        if first == ranks:
+            return
+        torch.distributed.broadcast_object_list(told, src=first)
+    if told[0]:
+        advice = "or say with --moe-ckpt-replay-tolerance by how much losses may differ"
+        raise UsageError("\n".join([*(f"rank {first}: {line}" for line in told[0]), advice]))
 
 
 def let_copies_run_beside_sends(chunks: Sequence[torch.nn.Module]) -> None:

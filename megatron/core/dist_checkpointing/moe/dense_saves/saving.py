@@ -16,7 +16,7 @@ from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, FileSum, seal
 
 from ..errors import format_error
 from .directory import CheckpointDirectory
-from .writing import Finishing, RankFailure, agree, finish, summed, take_sums, write_now
+from .writing import Finishing, RankFailure, finish, raise_on_all_ranks, summed, take_sums, write_now
 
 log = logging.getLogger(__name__)
 
@@ -156,13 +156,13 @@ class DenseSaves:
                 begun.directory.stage(begun.iteration, keep - {begun.iteration})
             except OSError as error:
                 problem = format_error(error)
-        agree(problem)
+        raise_on_all_ranks(problem)
         try:
             with tempfile.TemporaryFile(dir=begun.staging):
                 pass
         except OSError as error:
             problem = format_error(error)
-        agree(problem)
+        raise_on_all_ranks(problem)
 
     def _take(self, begun: _BegunSave, sums: dict[str, FileSum]) -> None:
         if dist.get_rank() == 0:

@@ -33,6 +33,9 @@ from ..storage.small_files import read_secret, read_small
 
 # Outcomes that all ranks share: what fails on one rank is raised on all of them, with the same words.
 
+_NAMED = 8
+"""Of so many ranks that failed the numbers are told; of the others how many they are."""
+
 
 class RankFailure(Exception):
     """Something failed on at least one rank; the text names the ranks and the first reason."""
@@ -62,10 +65,25 @@ def on_rank_zero[T](action: Callable[[], T], errors: tuple[type[Exception], ...]
 
 def raise_on_all_ranks(problem: str | None) -> None:
     """Raise RankFailure on every rank if `problem` is given on any; a collective over all ranks."""
-    failed = gathered(problem)
-    if failed:
-        ranks = ", ".join(map(str, failed))
-        raise RankFailure(f"{next(iter(failed.values()))} (on rank{'s' if len(failed) > 1 else ''} {ranks})")
+    if text := problem_of_all(problem):
+        raise RankFailure(text)
+
+
+def problem_of_all(problem: str | None) -> str:
+    """The problem of the first rank that has one, with the numbers of those that have; empty where there is none.
+
+    A collective over all ranks, in which mostly one number is reduced. The same on all of them.
+    """
+    if all_done(problem is None):
+        return ""
+    has = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=torch.cuda.current_device())
+    has[dist.get_rank()] = problem is not None
+    dist.all_reduce(has, op=dist.ReduceOp.MAX)
+    failed: list[int] = has.nonzero().flatten().tolist()
+    text = [problem]
+    dist.broadcast_object_list(text, src=failed[0])
+    more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+    return f"{text[0]} (on rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed[:_NAMED]))}{more})"
 
 
 def all_done(is_done: bool) -> bool:
@@ -76,19 +94,6 @@ def all_done(is_done: bool) -> bool:
     unfinished = torch.tensor([int(not is_done)], device=torch.cuda.current_device())
     dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
     return not unfinished.item()
-
-
-def agree(problem: str | None) -> None:
-    """As `raise_on_all_ranks`, for what rarely fails: one number is reduced, and texts are gathered for a failure."""
-    if not all_done(problem is None):
-        raise_on_all_ranks(problem)
-
-
-def gathered(problem: str | None) -> dict[int, str]:
-    """The problems of all ranks, by rank; a collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return {rank: text for rank, text in enumerate(problems) if text is not None}
 
 
 type Step = Callable[[], None]
@@ -199,7 +204,7 @@ def finish(step: Step) -> None:
     Raises:
         RankFailure: On all ranks, if it failed on any.
     """
-    agree(_problem(step))
+    raise_on_all_ranks(_problem(step))
 
 
 def _problem(work: Step) -> str | None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ..config import MoECheckpointConfig
 from ..dense_saves.directory import CheckpointDirectory
-from ..dense_saves.writing import all_done, gathered, on_rank_zero
+from ..dense_saves.writing import all_done, on_rank_zero, problem_of_all
 from ..errors import MoECheckpointError, UsageError
 from ..resharding.store import PreviousWindow
 from ..storage.small_files import SECRET_FILE
@@ -95,8 +95,8 @@ def made_whole(
                 leaving.set()  # nobody needs what comes of it
                 raise
             problem = converting.result() if converting is not None else ""
-        if problems := gathered(_problem(window, folder, problem)):
-            raise UsageError(next(iter(problems.values())))
+        if found := problem_of_all(_problem(window, folder, problem)):
+            raise UsageError(found)
         changed = _WHOLE | {"load": str(folder)}
         before = {name: getattr(args, name) for name in changed if hasattr(args, name)}
         try:

@@ -32,7 +32,7 @@ from ...errors import UnreadableCheckpoint
 from ...megatron_state.module_tree import layers_of_routers
 from ...megatron_state.popularity import TokenCounter
 from ...storage.system import write_atomically
-from .lineage import ExpertLineage, summed
+from .lineage import ExpertLineage
 from .shards import built, entries, selected
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ class ExpertSaves:
 
     def _next_chain(self, generated: dict[str, Any], directory: CheckpointDirectory, iteration: int) -> Chain:
         """What the checkpoint of `iteration` will hold, the same on every rank; a collective over all ranks."""
-        counted = self._counter.take()() if self._counter is not None else {}
-        experts = _live_experts(generated, self._chunks, counted)
+        counted = self._counter.take()() if self._counter is not None else None
+        experts = live_experts(generated, self._chunks, counted)
         self._lineage.count(experts.tokens)
         args = self._args
         saves = PartialSaves(
@@ -156,24 +156,53 @@ class _ModelExperts:
     tokens: Mapping[int, tuple[int, ...]]
 
 
-def _live_experts(
-    generated: dict[str, Any], chunks: Sequence[torch.nn.Module], counted: Mapping[int, tuple[int, ...]]
+def live_experts(
+    generated: dict[str, Any], chunks: Sequence[torch.nn.Module], counted: Mapping[int, Sequence[int]] | None
 ) -> _ModelExperts:
+    """What the model of all ranks has; a collective on tables of the model, so that none gets what each rank has.
+
+    Args:
+        generated: The sharded state dict of this rank, without factories.
+        chunks: The model chunks of this rank.
+        counted: Tokens by layer and expert; None on all ranks where they are not counted.
+    """
     shapes = {
-        (shard.global_shape[entry.axes - 1], shard.global_shape[0] if entry.axes == 2 else None)
+        (shard.global_shape[entry.axes - 1], shard.global_shape[0] if entry.axes == 2 else 0)
         for entry, shard in entries(generated)
     }
     layers = sorted(set(layers_of_routers(chunks).values()))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (parallel_state.get_pipeline_model_parallel_rank(), layers, shapes, dict(counted)))
-    stages: dict[int, set[int]] = {}
+    most, least = [0, 0], [_ANY, _ANY]
+    if shapes:
+        most, least = ([*map(of, zip(*shapes, strict=True))] for of in (max, min))
+    bounds = [1 + max(layers, default=-1), *most, *(-one for one in least)]
+    num_layers, *found = _reduced(bounds, dist.ReduceOp.MAX)
+    ((num_experts, stacked_layers),) = {(found[0], found[1]), (-found[2], -found[3])}
+    stage = 1 + parallel_state.get_pipeline_model_parallel_rank()
+    of_layers = _reduced([stage * (layer in layers) for layer in range(num_layers)], dist.ReduceOp.MAX)
+    stages = tuple(
+        tuple(layer for layer, found in enumerate(of_layers) if found == 1 + stage)
+        for stage in range(parallel_state.get_pipeline_model_parallel_world_size())
+    )
     tokens: dict[int, tuple[int, ...]] = {}
-    for stage, of_rank, _, of_routers in gathered:
-        stages.setdefault(stage, set()).update(of_rank)
-        tokens = summed(tokens, of_routers)
-    ((num_experts, stacked_layers),) = {shape for _, _, of_rank, _ in gathered for shape in of_rank}
-    by_stage = tuple(tuple(sorted(stages[stage])) for stage in sorted(stages))
-    return _ModelExperts(by_stage, num_experts, stacked_layers, tokens)
+    if counted is not None:
+        none = [0] * num_experts
+        rows = [one for layer in range(num_layers) for one in counted.get(layer, none)]
+        everywhere = _reduced(rows, dist.ReduceOp.SUM)
+        of_layer = (tuple(everywhere[at : at + num_experts]) for at in range(0, len(everywhere), num_experts))
+        tokens = {layer: row for layer, row in enumerate(of_layer) if of_layers[layer]}
+    return _ModelExperts(stages, num_experts, stacked_layers or None, tokens)
+
+
+_ANY = 1 << 62
+"""The shape of experts on ranks that have none."""
+
+
+def _reduced(numbers: Sequence[int], op: Any) -> list[int]:
+    """Of all ranks."""
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=torch.cuda.current_device())
+    dist.all_reduce(tensor, op=op)
+    reduced: list[int] = tensor.tolist()
+    return reduced
 
 
 def content_of(args: Any) -> str:
