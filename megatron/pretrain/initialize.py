@@ -7,6 +7,7 @@ import datetime
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,13 +111,17 @@ def start_process_group(
             use_for_gloo(
                 of_local_rank(interface, launch.place.local_rank),
                 launch.rank,
-                lambda own: gathered_by_store(store, "interface", *ranks, own, timeout.total_seconds()),
+                lambda own: gathered_by_store(store, "interface", *ranks, own, _first, timeout.total_seconds()),
             )
     try:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except RuntimeError as error:
         report_silence(error)  # torch names the key of the store that is not there
         raise
+
+
+def _first(problems: list[Any]) -> Any:
+    return next(filter(None, problems), "")
 
 
 def _joined_store(launch: Launch, timeout: datetime.timedelta) -> dist.Store:

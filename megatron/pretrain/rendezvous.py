@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -44,32 +44,12 @@ MISSED_MEETING_S = 1.2
 nobody. For the first `MISSED_S` of a meeting: a node without a place meets for as long as others train."""
 ANSWER_S = 20
 """How long the others wait for the first node to write where to listen: it has nothing else to do."""
-_LONG_AGO = datetime.fromtimestamp(0, UTC)
 ATTEMPTS = 10
 PAUSE_S = 2.0
 """How long a node waits before it meets again where the store does not answer."""
 POLLS_PER_S = 50.0
 """How often all nodes together ask for the state of a rendezvous. Torchrun's handler (2.13) asks once a second whatever
 their number, which makes up most of the time in which few nodes meet again."""
-
-
-class Beats:
-    """When the heartbeats of nodes changed, by the clock of this node: those of others may be set otherwise."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[object, float]] = {}
-
-    def silent(self, beats: Mapping[Any, object], now_s: float) -> frozenset[Any]:
-        """The nodes whose heartbeat was the same for longer than `MISSED_MEETING_S`.
-
-        Args:
-            beats: The last one of each node, as it was told.
-            now_s: The time, by a clock that is never set.
-        """
-        new = {node: (beat, now_s) for node, beat in beats.items()}
-        known = {node: seen for node, seen in self._seen.items() if node in new and seen[0] == beats[node]}
-        self._seen = new | known
-        return frozenset(node for node, (_, since_s) in known.items() if now_s > since_s + MISSED_MEETING_S)
 
 
 class NodesHandler(DynamicRendezvousHandler):
@@ -82,22 +62,13 @@ class NodesHandler(DynamicRendezvousHandler):
     _is_cut_off = False
     _has_met, _meets_since_s = False, float("-inf")
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._beats = Beats()
-        self._state_holder._sanitize = partial(self._forget_lost, self._state_holder._sanitize)
-
-    def _forget_lost(self, by_their_clocks: Callable[[], None]) -> None:
-        """As torchrun's, which compares the clocks of nodes; and sooner by this node's clock, where it meets again."""
-        now_s, beats = time.monotonic(), self._state_holder._state.last_heartbeats
-        silent = self._beats.silent(beats, now_s)
-        if now_s < self._meets_since_s + MISSED_S and self._settings.max_nodes <= FEW_NODES:
-            beats.update(dict.fromkeys(silent - {self._this_node}, _LONG_AGO))
-        by_their_clocks()
-
     def __init__(self, node: Any, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
         super().__init__(node, settings, backend_name, store, state_holder)
-        state_holder._sanitize = Heartbeats(state_holder, node).sanitize
+        state_holder._sanitize = Heartbeats(state_holder, node, self._begins_to_meet).sanitize
+
+    def _begins_to_meet(self) -> bool:
+        """Whether few nodes that have trained have just begun to meet again."""
+        return time.monotonic() < self._meets_since_s + MISSED_S and self._settings.max_nodes <= FEW_NODES
 
     def get_backend(self) -> str:
         """As `DynamicRendezvousHandler.get_backend`."""
@@ -153,10 +124,11 @@ class Heartbeats:
     Args:
         holder: Torch's, of the state of a rendezvous.
         node: This node's key in it.
+        hurries: Whether `MISSED_MEETING_S` counts for the others.
     """
 
-    def __init__(self, holder: Any, node: Any) -> None:
-        self._holder, self._node, self._torchs = holder, node, holder._sanitize
+    def __init__(self, holder: Any, node: Any, hurries: Callable[[], bool]) -> None:
+        self._holder, self._node, self._torchs, self._hurries = holder, node, holder._sanitize, hurries
         self._seen: dict[Any, tuple[datetime, float]] = {}
 
     def sanitize(self) -> None:
@@ -169,7 +141,12 @@ class Heartbeats:
             node: last if last is not None and last[0] == told[node] else (told[node], now_s)
             for node, last in seen.items()
         }
-        lost = {node for node, (_, since_s) in self._seen.items() if now_s - since_s > may_miss_s}
+        least_s = min(may_miss_s, MISSED_MEETING_S) if self._hurries() else may_miss_s
+        lost = {
+            node
+            for node, (_, since_s) in self._seen.items()
+            if now_s - since_s > (may_miss_s if node == self._node else least_s)
+        }
         state.last_heartbeats = {node: _LONG_AGO if node in lost else _FAR_AHEAD for node in told}
         self._torchs()
         state.last_heartbeats = {node: told[node] for node in state.last_heartbeats}

@@ -146,7 +146,7 @@ def test_a_second_crash_during_recovery_and_replay_is_survived(wipe: bool, when:
     first = world.events_of(2) * 2 // 3
     undisturbed = simulation(config, wipe=wipe)
     world, _, _ = undisturbed.run(3, crash={2: first})
-    begun = [at for at, event in enumerate(world.trace) if event.rank == 1 and "gather" in event.text]
+    begun = [at for at, event in enumerate(world.trace) if event.rank == 1 and "merge" in event.text]
     assert undisturbed.told.replayed and begun
     replaying = 0
     for second in when:

@@ -69,14 +69,14 @@ ROWS = {
     f"{ENGINE}.core_versions": Row("errors standby", "megatron.core torch"),
     f"{ENGINE}.megatron_state": Row(f"{VALUES} device ports policy core_versions", "megatron.core numpy torch"),
     f"{ENGINE}.replay": Row(f"{VALUES} ports replication megatron_state core_versions", "megatron.core torch"),
-    f"{ENGINE}.snapshot": Row(f"{PARTS} device extensions storage replication megatron_state", "numpy torch"),
+    f"{ENGINE}.snapshot": Row(f"{PARTS} device extensions storage replication megatron_state", "msgspec numpy torch"),
     f"{ENGINE}.recovery": Row(f"{PARTS} boot_clock storage replication replay", "msgspec"),
     f"{ENGINE}.resharding": Row(f"{VALUES} ports policy storage replication", "msgspec numpy"),
     f"{ENGINE}.local_recovery": Row(f"{WORKERS} core_versions device", "megatron.core numpy torch"),
     f"{ENGINE}.runtime": Row(
         f"{WORKERS} replay boot_clock device extensions versions config core_versions replication local_recovery"
         " resharding standby",
-        "megatron.core torch",
+        "megatron.core msgspec torch",
     ),
     f"{ENGINE}.extensions.bubbles": Row(
         f"{VALUES} extensions policy ports replication snapshot local_recovery strategies", "megatron.core torch"

@@ -9,11 +9,13 @@ import pytest
 from simulated_world.model import FakeModel, spread
 from simulated_world.rank import FakeCapturer
 from simulated_world.world import World
+from thread_ranks import on_ranks
 
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import (
     fit_memory,
     gathered_sizes,
+    gathered_unchanging,
     operator_sizes,
     segment_sizes,
 )
@@ -42,8 +44,8 @@ class Alone:
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(min, values, self.others)) if self.others else tuple(values)
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
+    def merge(self, value: bytes, combine: Any) -> bytes:
+        return value
 
 
 class Memory:
@@ -84,6 +86,33 @@ def test_sizes_of_operators_are_those_of_their_records(capturer: FakeCapturer) -
     assert sizes[OPERATORS[0]].full_bytes == sum(one.nbytes for one in capturer.layout(whole).fields)
     assert sizes[OPERATORS[0]] == OperatorSize(12 * 512, 2 * 512)
     assert gathered_sizes(capturer, Alone()) == {0: sizes}  # type: ignore[arg-type]
+
+
+def test_ranks_with_the_same_operators_and_sizes_are_told_once(capturer: FakeCapturer) -> None:
+    world = World(0)
+    other = FakeCapturer(FakeModel(world, 0, spread(OPERATORS[:3], 0, 2, numel=64)), world)
+    mine, its = operator_sizes(capturer), operator_sizes(other)
+    capturers = [other, capturer, other, capturer, capturer]
+    found = on_ranks(*(lambda transport, one=one: gathered_sizes(one, transport) for one in capturers))
+    assert found[:3] == [{0: its, 1: mine}, {0: its, 1: mine}, {0: its, 1: mine, 2: its}]
+    assert [list(one) for one in found] == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4]]
+
+
+@pytest.mark.parametrize("owners_agree", [True, False])
+def test_an_operator_is_unchanging_where_no_rank_that_owns_a_part_changes_it(owners_agree: bool) -> None:
+    dense, *experts = OPERATORS
+    owned = [OPERATORS[:3], (dense, *experts[1:]), ()]
+    stays = [{dense, experts[0], experts[1]}, {dense, *experts[1:]} if owners_agree else {dense}, set[OperatorId]()]
+    found = on_ranks(
+        *(
+            lambda transport, own=own, stays=some: gathered_unchanging(
+                frozenset(stays), frozenset(own), OPERATORS, transport
+            )
+            for own, some in zip(owned, stays, strict=True)
+        )
+    )
+    # Experts only together: one that is trained keeps all of them among what changes.
+    assert found == [frozenset(OPERATORS) if owners_agree else frozenset({dense})] * 3
 
 
 def test_memory_fits_only_if_it_does_on_all_ranks() -> None:

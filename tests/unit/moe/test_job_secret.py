@@ -142,9 +142,9 @@ def test_the_flag_of_a_job_seals_from_its_start_and_ranks_with_other_secrets_are
     opening.introduced(HashStore(), config, ProcessInfo(0, "node-0", "job"))
     assert checksum(b"bytes") == signed(OWN, b"bytes")
 
-    def with_another(*arguments: Any) -> list[Any]:
-        own = arguments[4]
-        return [own, own | {"secret": "of another file"}]
+    def with_another(*arguments: Any) -> Any:
+        own, summed_up = arguments[4:6]
+        return summed_up([own, own | {"secret": "of another file"}])
 
     monkeypatch.setattr(opening, "gathered_by_store", with_another)
     with pytest.raises(UsageError, match="rank 1 and rank 0 have different secrets"):

@@ -12,6 +12,7 @@ import pytest
 from simulated_world.model import FakeModel, spread
 from simulated_world.rank import FakeCapturer
 from simulated_world.world import World
+from thread_ranks import on_ranks
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure
@@ -37,13 +38,10 @@ NO_LIMIT = MemoryBound()
 
 
 class Ranks:
-    """Rank 0 among others, of which it says what they gather."""
+    """Rank 0 among others that all have what it has."""
 
-    def __init__(self, *others: Any, rank: int = 0) -> None:
-        self.others, self.rank = others, rank
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *self.others]
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
@@ -61,22 +59,35 @@ class Memory:
         self.taken = list(segment_bytes)
 
 
-def node(folder: Path, limit: str | None = None, held: int = 0, **options: Any) -> NodeMemory:
+def node(folder: Path, ranks: Sequence[int] = (0,), limit: str | None = None, held: int = 0, **more: Any) -> NodeMemory:
     parsed = None if limit is None else MemoryLimit.parse(limit)
-    return NodeMemory("a", parsed, 1000, folder, lambda: held, **options)
+    return NodeMemory(ranks, parsed, 1000, folder, lambda: held, **more)
+
+
+def room(*nodes: NodeMemory) -> MemoryBound:
+    """What ranks of these nodes, in their order, find: all of them the same."""
+    first, *others = on_ranks(*(one.room for one in nodes))
+    assert all(one == first for one in others)
+    assert isinstance(first, MemoryBound), first
+    return first
 
 
 def test_ranks_of_a_node_share_what_the_flag_allows_it(tmp_path: Path) -> None:
-    here = ("a", 800, UNBOUNDED, 0)
-    assert node(tmp_path, "80%").room(Ranks(here, here, here)).nbytes == 200  # type: ignore[arg-type]
-    assert node(tmp_path).room(Ranks()).why != "--moe-ckpt-memory-limit"  # type: ignore[arg-type]
+    assert room(*[node(tmp_path, range(4), "80%")] * 4).nbytes == 200
+    assert room(node(tmp_path)).why != "--moe-ckpt-memory-limit"
 
 
 def test_the_tightest_node_decides_for_all(tmp_path: Path) -> None:
-    room = node(tmp_path, "800B").room(Ranks(("b", 600, UNBOUNDED, 0), ("b", 600, UNBOUNDED, 0)))  # type: ignore[arg-type]
-    assert (room.nbytes, room.ranks) == (300, 2)
-    assert "0.0" not in room.shortage(301) and "--moe-ckpt-memory-limit" in room.shortage(301)
-    assert room.shortage(300) == ""
+    apart = node(tmp_path, (0, 2), "800B"), node(tmp_path, (1, 3, 4), "600B")
+    found = room(apart[0], apart[1], apart[0], apart[1], apart[1])
+    assert (found.nbytes, found.ranks) == (200, 3)
+    assert "0.0" not in found.shortage(201) and "--moe-ckpt-memory-limit" in found.shortage(201)
+    assert found.shortage(200) == ""
+
+
+def test_without_a_limit_the_ranks_of_the_first_node_are_counted(tmp_path: Path) -> None:
+    ranks = [node(tmp_path, (0, 1), counts_free=False)] * 2 + [node(tmp_path, (2,), counts_free=False)]
+    assert room(*ranks) == MemoryBound(ranks=2)
 
 
 def test_what_the_folder_has_free_is_a_bound_beside_what_is_held_there(
@@ -86,10 +97,10 @@ def test_what_the_folder_has_free_is_a_bound_beside_what_is_held_there(
         f_bavail, f_frsize, f_blocks = 7, 10, 99
 
     monkeypatch.setattr("os.statvfs", lambda _: Found)
-    room = node(tmp_path, "1GB", held=30).room(Ranks(("a", 10**9, 70, 100)))  # type: ignore[arg-type]
-    assert room.nbytes == (70 + 30 + 100) // 2
-    assert "enlarge the tmpfs" in room.why
-    assert node(tmp_path, counts_free=False).room(Ranks()).nbytes == UNBOUNDED  # type: ignore[arg-type]
+    found = room(node(tmp_path, (0, 1), "1GB", held=30), node(tmp_path, (0, 1), "1GB", held=100))
+    assert found.nbytes == (70 + 30 + 100) // 2
+    assert "enlarge the tmpfs" in found.why
+    assert room(node(tmp_path, counts_free=False)).nbytes == UNBOUNDED
 
 
 def test_a_control_group_bounds_the_memory_of_a_node(tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, NoRoom, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.opening import open_memories
+from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, open_memories
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 
 PLACE = ProcessInfo(0, "node", "job")
@@ -17,21 +18,22 @@ SIZES = {"slot": [4096, 4096], "standby": [8192]}
 
 
 class Two:
-    """A transport between this rank and another one, of which it says how that fared."""
+    """A transport between this rank and another one, of which it says how that fared: how many ranks failed, which,
+    with what kind of error, and why."""
 
     rank = 0
 
-    def __init__(self, other: Json) -> None:
-        self.other = other
+    def __init__(self, *other: Json) -> None:
+        self.other = msgspec.msgpack.encode(other)
 
-    def gather(self, value: Json) -> list[Json]:
-        return [value, self.other]
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        return combine(value, self.other)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
 
 
-WELL, FULL = Two([-1, ""]), Two([0, "the memory is full"])
+WELL, FULL = Two(0, []), Two(1, [1], 0, "the memory is full")
 
 
 def config(folder: Path) -> MoECheckpointConfig:
@@ -65,3 +67,10 @@ def test_snapshots_of_an_earlier_attempt_are_not_given_back_with_it(tmp_path: Pa
     with pytest.raises(NoRoom):
         open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.rglob("*-000")] == ["slot-000"]
+
+
+def test_nodes_and_units_of_a_job_are_told_by_runs_of_ranks() -> None:
+    ranks = [(f"node-{rank // 4}", f"rack-{rank // 8}" if rank < 24 else "") for rank in range(32)]
+    places = JobPlaces.of([*ranks[16:], *ranks[:16]])
+    assert (len(places.places), places.runs) == (8, [(at, 4) for at in range(8)])
+    assert places.nodes()[:2] == ("node-4", "node-5")

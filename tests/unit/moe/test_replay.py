@@ -6,8 +6,10 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
+import msgspec
 import pytest
 from simulated_world.lanes import FakeClock
 from simulated_world.memory import Memory
@@ -47,10 +49,10 @@ class Ranks:
     """A transport on which the other ranks say `others`."""
 
     def __init__(self, rank: int = 0, others: tuple[Json, ...] = ()) -> None:
-        self.rank, self.others = rank, others
+        self.rank, self.others = rank, map(msgspec.msgpack.encode, others)
 
-    def gather(self, value: Json) -> list[Json]:
-        return [value, *self.others]
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        return reduce(combine, self.others, value)
 
 
 @dataclass
@@ -224,7 +226,7 @@ def test_ranks_off_the_last_stage_know_no_loss_and_compare_none() -> None:
 
 
 def test_what_another_rank_finds_wrong_ends_the_replay_here_too() -> None:
-    rank = resumed(Ranks(others=([0, "the loss of another rank"],)))
+    rank = resumed(Ranks(others=([1, [1], 0, "the loss of another rank"],)))
     rank.replay.begin()
     with pytest.raises(ReplayDiverged, match="the loss of another rank"):
         rank.iterate()
@@ -311,7 +313,7 @@ def test_a_tensor_that_nobody_received_means_that_the_replay_was_another() -> No
 
 def test_a_part_of_the_pipeline_agrees_only_among_itself_and_freezes_alone() -> None:
     class Nobody(Ranks):
-        def gather(self, value: Json) -> list[Json]:
+        def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
             raise AssertionError("the other stages wait and answer nothing")
 
     rank = resumed(Nobody(), members=(0,), unlogged={6})

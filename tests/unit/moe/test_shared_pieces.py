@@ -11,7 +11,7 @@ from thread_ranks import on_ranks
 from megatron.core.dist_checkpointing.moe.policy.availability import OperatorOrder
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.inventory import InventoryRow, OperatorPart
-from megatron.core.dist_checkpointing.moe.recovery.reductions import shared_pieces
+from megatron.core.dist_checkpointing.moe.recovery.local_inventory import shared_pieces
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,

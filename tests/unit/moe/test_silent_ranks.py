@@ -76,7 +76,7 @@ def on_ranks(ranks: int, work: object, silent: int) -> dict[int, BaseException]:
 @pytest.mark.parametrize("silent", [0, 3])
 def test_ranks_that_do_not_start_are_named_by_all_others(silent: int) -> None:
     store = HashStore()
-    errors = on_ranks(RANKS, lambda rank: gathered_by_store(store, "start", rank, RANKS, rank, 0.5), silent)
+    errors = on_ranks(RANKS, lambda rank: gathered_by_store(store, "start", rank, RANKS, rank, list, 0.5), silent)
     assert {str(silent_of(error)) for error in errors.values()} == {str((silent,))}
     assert len(errors) == RANKS - 1
     assert all(f"for rank {silent}, which did not start" in str(error) for error in errors.values())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from thread_ranks import ThreadTransport, Together, on_ranks
 
 from megatron.core.dist_checkpointing.moe.boot_clock import boot_id
 from megatron.core.dist_checkpointing.moe.recovery.timeline import (
@@ -18,8 +20,6 @@ from megatron.core.dist_checkpointing.moe.recovery.timeline import (
     forget,
     gather_timeline,
     left_in,
-    merged,
-    rank_timestamps,
 )
 from megatron.core.dist_checkpointing.moe.storage.small_files import INFORMING_BYTES
 from megatron.core.dist_checkpointing.moe.types import RecoveryPlan, Topology
@@ -39,10 +39,6 @@ def row(*earlier: dict[str, Any], clock_s: float = 120.0, **times: float) -> dic
     return {"clock_s": clock_s, "times": at | times, "earlier": list(earlier)}
 
 
-def episode(*rows: dict[str, Any], plan: RecoveryPlan = PLAN) -> RecoveryTimeline:
-    return merged(rows, plan, TOPOLOGY)
-
-
 class Wall:
     """A clock that is set by hand."""
 
@@ -51,6 +47,22 @@ class Wall:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def episode(*rows: dict[str, Any], plan: RecoveryPlan = PLAN) -> RecoveryTimeline:
+    """What ranks with these times come to, all the same."""
+
+    def main(transport: Any) -> RecoveryTimeline:
+        one = rows[transport.rank]
+        timestamps = Timestamps(Wall(one["clock_s"]), Wall(one["clock_s"]), stayed=one.get("stayed", False))
+        for name, at_s in one["times"].items():
+            timestamps.mark(Milestone(name), at_s)
+        return gather_timeline(transport, timestamps, one["earlier"], plan, TOPOLOGY)
+
+    first, *others = on_ranks(*[main] * len(rows))
+    assert all(one == first for one in others), others
+    assert isinstance(first, RecoveryTimeline), first
+    return first
 
 
 def test_parts_last_from_one_slowest_rank_to_the_next_and_sum_up_to_the_whole() -> None:
@@ -192,12 +204,10 @@ def test_what_a_process_leaves_the_next_one_finds_and_tells(tmp_path: Path) -> N
     timestamps.mark(Milestone.PARKED, 101.0)
     timestamps.leave(tmp_path, "1")
     earlier = left_in(tmp_path)
-    assert rank_timestamps(Timestamps(Wall(105.0), Wall(1105.0), stayed=True), earlier) == {
-        "clock_s": 1105.0,
-        "times": {},
-        "stayed": True,
-        "earlier": [fault(1100.0, 1101.0)],
-    }
+    assert [{"attempt": one["attempt"], "times": one["times"]} for one in earlier] == [fault(100.0, 101.0)]
+    clocks = Wall(105.0), Wall(1105.0)
+    (found,) = on_ranks(lambda all_: gather_timeline(all_, Timestamps(*clocks), earlier, PLAN, Topology(1)))
+    assert (found.begun_s, found.parts, found.told_by) == (1100.0, {"detect": 0.0, "park": 1.0}, 1)
 
 
 def test_times_that_lack_a_key_are_put_aside_with_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +227,7 @@ def test_a_clock_that_is_set_between_the_fault_and_the_recovery_changes_no_part(
     after.mark(Milestone.RESTARTED)
     clock.now_s = 105.0
     after.mark(Milestone.REJOINED)
-    found = gather_timeline(Alone(), after, left_in(tmp_path), PLAN, TOPOLOGY)  # type: ignore[arg-type]
+    (found,) = on_ranks(lambda all_: gather_timeline(all_, after, left_in(tmp_path), PLAN, Topology(1)))
     assert found.parts == {"detect": 0.0, "restart": 3.0, "rejoin": 2.0}
     assert found.begun_s == pytest.approx(1e9 + 3.0 + step_s - 5.0)
 
@@ -291,27 +301,44 @@ def test_timestamps_of_later_versions_are_passed_over(tmp_path: Path) -> None:
     assert left_in(tmp_path)[0]["times"] == {"detected": 3.0}
 
 
-class Alone:
-    """A transport of ranks that all say the same."""
-
-    rank, world_size = 0, 4
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def least(self, values: list[int]) -> tuple[int, ...]:
-        self.calls.append("least")
-        return tuple(values)
-
-    def gather(self, value: Any) -> list[Any]:
-        self.calls.append("gather")
-        return [json.loads(json.dumps(value))] * 4
-
-
 def test_clocks_are_read_right_after_all_ranks_have_met() -> None:
-    transport, timestamps = Alone(), Timestamps(Wall(118.0), Wall(118.0))
+    wall = Wall(118.0)
+
+    class Waiting(ThreadTransport):
+        def least(self, values: Sequence[int]) -> tuple[int, ...]:
+            wall.now_s += 7.0  # for the slowest rank
+            return super().least(values)
+
+    class Meanwhile(Wall):
+        def __call__(self) -> float:
+            return wall.now_s
+
+    timestamps = Timestamps(Wall(118.0), Meanwhile())
     timestamps.mark(Milestone.RESTARTED, 110.0)
     timestamps.mark(Milestone.REJOINED)
-    found = gather_timeline(transport, timestamps, [fault(100.0, 101.0)], PLAN, TOPOLOGY)  # type: ignore[arg-type]
-    assert transport.calls == ["least", "gather"]
+    found = gather_timeline(Waiting(0, Together(1)), timestamps, [fault(100.0, 101.0)], PLAN, Topology(1))  # type: ignore[arg-type]
     assert found.parts == {"detect": 0.0, "park": 1.0, "restart": 9.0, "rejoin": 8.0}
+    assert found.begun_s == 107.0
+
+
+def test_what_a_rank_receives_of_the_timeline_does_not_grow_with_the_number_of_ranks() -> None:
+    def most_bytes(ranks: int) -> int:
+        messages: list[int] = []
+
+        class Counted(ThreadTransport):
+            def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+                merged = super().merge(value, combine)
+                messages.append(len(merged))
+                return merged
+
+        def main(transport: ThreadTransport) -> RecoveryTimeline:
+            timestamps = Timestamps(Wall(120.0), Wall(120.0))
+            for at_s, name in enumerate(AFTER):
+                timestamps.mark(Milestone(name), 110.0 + at_s)
+            own = Counted(transport.rank, transport.together)
+            return gather_timeline(own, timestamps, [fault(100, 101)], PLAN, Topology(ranks, ranks_per_node=4))  # type: ignore[arg-type]
+
+        assert on_ranks(*[main] * ranks)[0].told_by == ranks
+        return max(messages)
+
+    assert most_bytes(64) <= most_bytes(8) + 32  # numbers of ranks have more digits

@@ -20,8 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from megatron.pretrain import rendezvous
-from megatron.pretrain.rendezvous import HEARTBEAT_S, MISSED_HEARTBEATS, NodesHandler
+from megatron.pretrain.rendezvous import HEARTBEAT_S, MISSED_MEETING_S, MISSED_S, NodesHandler
 
+MISSED_HEARTBEATS = round(MISSED_S / HEARTBEAT_S)
 HERE, THERE = _NodeDesc("here", 1, 0), _NodeDesc("there", 2, 0)
 SETTINGS = RendezvousSettings(
     "job",
@@ -42,7 +43,7 @@ class Nodes:
         self.state = _RendezvousState()
         backend: Any = SimpleNamespace(get_state=lambda: (pickle.dumps(self.state), 0), set_state=None, name="here")
         self.holder = _BackendRendezvousStateHolder(backend, SETTINGS, cache_duration=0)
-        NodesHandler(HERE, SETTINGS, "here", HashStore(), self.holder)
+        self.handler = NodesHandler(HERE, SETTINGS, "here", HashStore(), self.holder)
         self.says(HERE)
         self.says(THERE)
 
@@ -71,6 +72,18 @@ def test_a_node_whose_clock_is_off_stays_for_as_long_as_it_is_heard_of(
         nodes.says(HERE)
         assert bool(nodes.lost()) == (second >= MISSED_HEARTBEATS)
     assert nodes.lost() == {"there"}
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "starts"])
+def test_a_node_without_heartbeats_is_lost_sooner_where_few_that_trained_meet_again(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(monkeypatch)
+    assert not nodes.lost()
+    if trained:
+        vars(nodes.handler).update(_meets_since_s=nodes.now_s)
+    nodes.says(HERE)
+    assert nodes.lost(MISSED_MEETING_S + 0.01) == ({"there"} if trained else set())
 
 
 def test_a_node_that_did_not_look_for_long_loses_nobody_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,9 +121,15 @@ def test_a_node_asks_for_its_number_and_for_where_workers_meet_by_a_few_calls(no
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_rank_gathers_the_values_of_all_by_a_few_calls(ranks: int) -> None:
-    store, found = asked(ranks, lambda store, rank: gathered_by_store(store, "values", rank, ranks, [rank], 30.0))
-    assert found == [[[rank] for rank in range(ranks)]] * ranks
+def test_a_rank_hears_by_a_few_calls_and_bytes_what_the_first_makes_of_the_values_of_all(ranks: int) -> None:
+    def told(store: Store, rank: int) -> Any:
+        return gathered_by_store(
+            store, "values", rank, ranks, [rank, "x" * 1000], lambda all_: [len(all_), all_[-1][0]], 30.0
+        )
+
+    store, found = asked(ranks, told)
+    assert found == [[ranks, ranks - 1]] * ranks
+    assert store.read_bytes <= 1100 * ranks  # those of all once, and a few to each rank
     assert store.calls.total() <= 5 * ranks + 4  # one of a rank says that it waits, for whoever names those who do not
 
 

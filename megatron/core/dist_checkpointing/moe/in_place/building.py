@@ -54,10 +54,11 @@ class Build:
     def connected(self) -> None:
         """All ranks are connected: agree on who has a model already. A collective. Raises PeerLost."""
         store, rank, ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
-        built = gathered_by_store(store, "moe-ckpt-built", rank, ranks, self.answers is not None, _TIMEOUT_S)
-        self.survivors = sum(map(bool, built))
+        own, name = self.answers is not None, "moe-ckpt-built"
+        found: Any = gathered_by_store(store, name, rank, ranks, own, _survivors, _TIMEOUT_S)
+        self.survivors, lowest = found
         # The lowest of them writes the answers for all. Where nobody has any, nobody asks: all build together.
-        if self.answers is not None and rank == built.index(True):
+        if rank == lowest:
             # As `repr` within JSON: tuples come back as tuples, which JSON alone would turn into lists.
             store.set("moe-ckpt-answers", json.dumps(repr(self.answers)))
 
@@ -83,6 +84,11 @@ class Build:
         self.answers = None
         with contextlib.suppress(ValueError, SyntaxError):  # others than literals nobody can be told: `answers` is None
             self.answers = ast.literal_eval(repr(self._noted))
+
+
+def _survivors(built: list[Any]) -> Any:
+    """How many ranks have a model already, and the lowest of them."""
+    return [sum(map(bool, built)), built.index(True) if True in built else -1]
 
 
 @cache

@@ -37,7 +37,7 @@ from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_al
 from ..policy.tracking import RestoredState
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
-from ..replay.execution import SubsetGather
+from ..replay.execution import Subset
 from ..replication.agreement import merged
 from ..storage.base import HostBuffer
 from ..strategies import Job, Strategy
@@ -396,9 +396,9 @@ class Recovery:
         kept = self._ports.kept.replay
         if kept is not None and (kept.segment, kept.timeline) != (segment, self._timeline):
             kept = None
-        members = SubsetGather(self._ports.transport, ranks_of(segment, topology), "say how far a replay has come")
-        found = members.gather(kept.iteration if kept is not None else None)
-        if kept is None or any(other != kept.iteration for other in found):
+        members = Subset(self._ports.transport, ranks_of(segment, topology), "say how far a replay has come")
+        own = {kept.iteration if kept is not None else None}
+        if len(merged(members, own, set[int | None], or_)) > 1 or kept is None:
             return None
         if self._rank == min(members.members):
             log.info("replay: continued after iteration %d; no earlier one is run again", kept.iteration)

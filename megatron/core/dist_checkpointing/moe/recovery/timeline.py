@@ -20,12 +20,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import or_
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+import msgspec
 
 from ..boot_clock import boot_id, since_boot_s
 from ..policy.lineage import number_of
 from ..ports import Json, Transport
+from ..replication.agreement import exchanged, merged, of_first
 from ..storage.small_files import INFORMING_BYTES, put_aside, read_small
 from ..types import RecoveryPlan, Topology
 from .exactness import RecoveryTable
@@ -274,103 +278,126 @@ def gather_timeline(
         PeerLost: A rank did not answer.
     """
     transport.least([0])  # all leave it at about the same time, so that their clocks can be compared
-    rows = transport.gather(rank_timestamps(timestamps, earlier))
-    return merged(cast("list[Mapping[str, Any]]", rows), plan, topology)
+    clock_s, times, attempts = _by_wall(timestamps, earlier)
+    ahead_s = _ahead_s(transport, clock_s, topology)
+    own = _Passed.of(transport.rank, times, attempts, ahead_s, stayed=timestamps.stayed)
+    return _timeline(merged(transport, own, _Passed, or_), plan, topology)
 
 
-def rank_timestamps(timestamps: Timestamps, earlier: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """What one rank gives for the timeline, as JSON values: times by its wall clock as it is now.
-
-    Args:
-        timestamps: What this process passed.
-        earlier: What `left_in` found in the slot of this rank.
-    """
+def _by_wall(
+    timestamps: Timestamps, earlier: Sequence[Mapping[str, Any]]
+) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
+    """The wall clock as it is now, and by it what this process passed and what each attempt before did."""
     wall_s, ahead_s = timestamps.wall_s()
 
-    def of_wall(times: Mapping[str, Any]) -> dict[str, Json]:
+    def of_wall(times: Mapping[str, Any]) -> dict[str, float]:
         return {name: at_s + ahead_s for name, at_s in times.items()}
 
-    return {
-        "clock_s": wall_s,
-        "times": of_wall(timestamps.times()),
-        "stayed": timestamps.stayed,
-        "earlier": [{"attempt": one["attempt"], "times": of_wall(one["times"])} for one in earlier],
+    return wall_s, of_wall(timestamps.times()), {one["attempt"]: of_wall(one["times"]) for one in earlier}
+
+
+def _ahead_s(transport: Transport, clock_s: float, topology: Topology) -> float:
+    """By how much the clock of this node is ahead of that of rank 0: 0 where a busy machine could explain it."""
+    if len(topology.ranks_by_node) == 1:
+        return 0.0
+    # The earliest reading of a node's ranks is the one with the least delay.
+    here = topology.ranks_by_node[topology.node(transport.rank)]
+    earliest_s = min(at_s for _, at_s in exchanged(transport, dict.fromkeys(here, clock_s), float))
+    ahead_s = earliest_s - of_first(transport, earliest_s, float)
+    return ahead_s if abs(ahead_s) > TRUSTED_S else 0.0
+
+
+_Span = tuple[tuple[float, int], tuple[float, int]]
+"""When the first and the last of some ranks passed a mark, and which ranks these are."""
+
+
+class _Passed(msgspec.Struct, array_like=True):
+    """What a run of ranks passed, by mark: in these processes, and in each attempt before.
+
+    attempts: also how many ranks left times of it. ahead_s: of their clocks, least and most.
+    """
+
+    here: dict[str, _Span]
+    attempts: dict[str, tuple[int, dict[str, _Span]]]
+    stayed: int
+    ahead_s: tuple[float, float]
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        times: Mapping[str, float],
+        attempts: Mapping[str, Mapping[str, float]],
+        ahead_s: float,
+        *,
+        stayed: bool,
+    ) -> _Passed:
+        """Of one rank."""
+
+        def spans(times: Mapping[str, float]) -> dict[str, _Span]:
+            return {name: ((at_s - ahead_s, rank), (at_s - ahead_s, rank)) for name, at_s in times.items()}
+
+        failed = {name: (1, spans(left)) for name, left in attempts.items()}
+        return cls(spans(times), failed, int(stayed), (ahead_s, ahead_s))
+
+    def __or__(self, others: _Passed) -> _Passed:
+        attempts = dict(self.attempts)
+        for name, (count, spans) in others.attempts.items():
+            known, earlier = attempts.get(name, (0, {}))
+            attempts[name] = known + count, _together(earlier, spans)
+        least, most = zip(self.ahead_s, others.ahead_s, strict=True)
+        here, stayed = _together(self.here, others.here), self.stayed + others.stayed
+        return _Passed(here, attempts, stayed, (min(least), max(most)))
+
+
+def _together(first: Mapping[str, _Span], second: Mapping[str, _Span]) -> dict[str, _Span]:
+    """The spans of both."""
+    both = {name: (first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second} | {
+        name: (min(one[0], other[0]), max(one[1], other[1])) for name, (one, other) in both.items()
     }
 
 
-def merged(rows: Sequence[Mapping[str, Any]], plan: RecoveryPlan, topology: Topology) -> RecoveryTimeline:
-    """The timeline of all ranks.
-
-    Args:
-        rows: The `rank_timestamps` of each rank, by rank.
-        plan: What was carried out.
-        topology: Of the job.
-    """
-    offsets = _offsets(rows, topology)
-    here = [_shifted(row["times"], offset) for row, offset in zip(rows, offsets, strict=True)]
-    attempts: dict[str, dict[int, dict[Milestone, float]]] = {}
-    for rank, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
-        for attempt in row["earlier"]:
-            attempts.setdefault(attempt["attempt"], {})[rank] = _shifted(attempt["times"], offset)
-    failed = [attempts[name] for name in sorted(attempts, key=lambda name: (number_of(name), name))]
-    parts, slowest, begun_s = _parts(failed, here)
+def _timeline(passed: _Passed, plan: RecoveryPlan, topology: Topology) -> RecoveryTimeline:
+    """The timeline of all ranks."""
+    failed = [passed.attempts[name] for name in sorted(passed.attempts, key=lambda name: (number_of(name), name))]
+    spans = [spans for _, spans in failed]
+    parts, slowest, begun_s = _parts(spans, passed.here)
     replayed = [segment for segment in plan.segments if segment.replayed]
     return RecoveryTimeline(
         begun_s,
-        any(Milestone.DETECTED in times for attempt in failed for times in attempt.values()),
+        any(Milestone.DETECTED.value in attempt for attempt in spans),
         parts,
         slowest,
         attempts=max(1, len(failed)),
-        told_by=len(failed[-1]) if failed else 0,
-        clocks_s=max(offsets) - min(offsets),
+        told_by=failed[-1][0] if failed else 0,
+        clocks_s=passed.ahead_s[1] - passed.ahead_s[0],
         scope=plan.scope.value,
         target=plan.target,
         replayed=max((len(segment.replayed) for segment in replayed), default=0),
         ranks_back=sum(len(segment.stages) for segment in replayed) * topology.ranks_per_stage,
         ranks=topology.world_size,
-        stayed=sum(bool(row.get("stayed")) for row in rows),
+        stayed=passed.stayed,
     )
 
 
 def _parts(
-    failed: Sequence[Mapping[int, Mapping[Milestone, float]]], here: Sequence[Mapping[Milestone, float]]
+    failed: Sequence[Mapping[str, _Span]], here: Mapping[str, _Span]
 ) -> tuple[dict[str, float], dict[str, int], float]:
     """Length of each part, the rank that ended it, and when the first one began."""
     parts: dict[str, float] = {}
     slowest: dict[str, int] = {}
-    last, now = dict(failed[-1]) if failed else {}, dict(enumerate(here))
-    begun = [min(times) for attempt in failed if (times := _passed(Milestone.DETECTED, attempt))]
-    starts = begun or [min(times) for mark in Milestone if (times := _passed(mark, now))] or [(0.0, 0)]
-    begun_s = at_s = starts[0][0]
+    last = failed[-1] if failed else {}
+    begun = [spans[Milestone.DETECTED.value][0][0] for spans in failed if Milestone.DETECTED.value in spans]
+    starts = begun or [here[mark.value][0][0] for mark in Milestone if mark.value in here] or [0.0]
+    begun_s = at_s = starts[0]
     if len(begun) > 1:
-        parts["aborted"] = max(0.0, begun[-1][0] - at_s)
+        parts["aborted"] = max(0.0, begun[-1] - at_s)
         at_s += parts["aborted"]
     for mark, name in PARTS.items():
-        passed = _passed(mark, now if mark in AFTER else last)
-        if passed:
-            end_s, slowest[name] = max(passed)
+        span = (here if mark in AFTER else last).get(mark.value)
+        if span is not None:
+            end_s, slowest[name] = span[1]
             parts[name] = max(0.0, end_s - at_s)
             at_s = max(at_s, end_s)
     return parts, slowest, begun_s
-
-
-def _passed(mark: Milestone, by_rank: Mapping[int, Mapping[Milestone, float]]) -> list[tuple[float, int]]:
-    """When each rank passed the mark, of those that did."""
-    return [(times[mark], rank) for rank, times in by_rank.items() if mark in times]
-
-
-def _offsets(rows: Sequence[Mapping[str, Any]], topology: Topology) -> list[float]:
-    """By how much each rank's clock is ahead of rank 0's, where it is more than a busy machine could explain.
-
-    The earliest reading of a node's ranks is the one with the least delay.
-    """
-    nodes = [topology.node(rank) for rank in range(len(rows))]
-    first: dict[int, float] = {}
-    for node, row in zip(nodes, rows, strict=True):
-        first[node] = min(first.get(node, float("inf")), row["clock_s"])
-    ahead = [first[node] - first[nodes[0]] for node in nodes]
-    return [seconds if abs(seconds) > TRUSTED_S else 0.0 for seconds in ahead]
-
-
-def _shifted(times: Mapping[str, float], offset_s: float) -> dict[Milestone, float]:
-    return {Milestone(name): at_s - offset_s for name, at_s in times.items()}

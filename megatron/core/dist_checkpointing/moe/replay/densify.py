@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import or_
 from typing import Protocol, cast
 
 from ..errors import MoECheckpointError, ReplayDiverged, UnreadableCheckpoint, UsageError
@@ -42,9 +43,9 @@ from ..ports import (
     TrainerState,
     Transport,
 )
-from ..replication.agreement import Group, raise_on_all_ranks
+from ..replication.agreement import Group, merged, raise_on_all_ranks
 from ..types import Direction, OperatorId, Part, StepJournal
-from .execution import SubsetGather
+from .execution import Subset
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Replay:
         # With single stages the other ranks of the job are doing something else: they must not be waited for.
         self._group: Group = ports.transport
         if members:
-            self._group = SubsetGather(ports.transport, members, "say how a replayed iteration came out")
+            self._group = Subset(ports.transport, members, "say how a replayed iteration came out")
 
     @property
     def alone(self) -> bool:
@@ -216,7 +217,7 @@ class Replay:
         following = self._steps[self._done + 1].frozen if self._done + 1 < len(self._steps) else frozenset()
         # A rank that failed alone would leave the others waiting in the collectives of `refresh`.
         work, errors = partial(self._load_whole, step, outcome, following), (ReplayDiverged, StoreFailure)
-        raise_on_all_ranks(self._group, work, errors, self.members or None)
+        raise_on_all_ranks(self._group, work, errors)
         # The loaded masters' compute weights are derived now, and gathered: the next forward pass needs them whole.
         self._ports.restorer.refresh()
         self._done += 1
@@ -232,7 +233,7 @@ class Replay:
     def is_interrupted(self, calls: bool) -> bool:
         """Between two iterations: whether the replay stops here for a fault of other stages, to continue in the next
         recovery; a collective over the ranks that replay alone. calls: whether this rank was told of one."""
-        return self.alone and not self.is_done and any(self._group.gather(calls))
+        return self.alone and not self.is_done and merged(self._group, calls, bool, or_)
 
     def _arm(self) -> None:
         step, boundary = self._steps[self._done], self._ports.boundary

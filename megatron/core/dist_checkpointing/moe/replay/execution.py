@@ -11,10 +11,9 @@ skipped for an overflow, and with a stage on its own the number of tokens.
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,11 +24,12 @@ from megatron.core.utils import make_viewless_tensor, unwrap_model
 
 from ..core_versions.seams import require_seams
 from ..core_versions.training import has_norm_of_its_own, skips_for_norm
-from ..errors import MoECheckpointError, UsageError
+from ..errors import UsageError
 from ..megatron_state.module_tree import gpt_operators, is_plain_gpt, layers_ahead
 from ..megatron_state.optimizer_state import members_by_layer
 from ..megatron_state.quantization import keeps_scales
-from ..ports import Json, PeerLost, Transport
+from ..ports import PeerLost, Transport
+from ..replication.agreement import combined
 from ..types import OperatorId, StepJournal
 from .patches import counts_in_groups, graphs_off, journaled_step, journaled_tokens, overlap_off, weights_frozen
 
@@ -200,8 +200,8 @@ _SIZE = struct.Struct("<q")
 _MOST_BYTES = 1 << 30
 
 
-class SubsetGather:
-    """Gathers values of `members` alone, over messages of a transport between all ranks.
+class Subset:
+    """Merges values of `members` alone, over messages of a transport between all ranks.
 
     Args:
         transport: Between all ranks.
@@ -211,28 +211,23 @@ class SubsetGather:
 
     def __init__(self, transport: Transport, members: Sequence[int], what: str) -> None:
         self._transport, self.members, self._what = transport, tuple(sorted(members)), what
+        self.rank = transport.rank
 
-    def gather(self, value: Json) -> list[Json]:
-        """The values of all members, in the order of their ranks. Raises PeerLost that names who did not answer."""
-        rank, (first, *others) = self._transport.rank, self.members
-        if rank != first:
-            self._send(first, value)
-            return cast("list[Json]", self._receive(first))
-        values = [value, *(self._receive(other) for other in others)]
-        for other in others:
-            self._send(other, values)
-        return values
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """As `ports.Transport.merge`, of the members. Raises PeerLost that names who did not answer."""
+        at = self.members.index(self.rank)
+        return combined(at, len(self.members), value, combine, self._send, self._receive)
 
-    def _send(self, to: int, value: Json) -> None:
-        data = json.dumps(value).encode()
+    def _send(self, at: int, data: bytes) -> None:
+        to = self.members[at]
         try:
             for transfer in [self._transport.send(to, part) for part in (_SIZE.pack(len(data)), data)]:
                 transfer.wait()
         except PeerLost as error:
             raise self._lost(to, error) from error
 
-    def _receive(self, source: int) -> Json:
-        size = bytearray(_SIZE.size)
+    def _receive(self, at: int) -> bytes:
+        size, source = bytearray(_SIZE.size), self.members[at]
         try:
             self._transport.receive(source, memoryview(size)).wait()
             (nbytes,) = _SIZE.unpack(size)
@@ -242,14 +237,10 @@ class SubsetGather:
             self._transport.receive(source, memoryview(data)).wait()
         except PeerLost as error:
             raise self._lost(source, error) from error
-        try:
-            return cast("Json", json.loads(data))
-        except ValueError as error:
-            raise self._lost(source, error) from error
+        return bytes(data)
 
-    def _lost(self, other: int, error: Exception) -> PeerLost:
-        why = str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"
-        return PeerLost(f"rank {self._transport.rank} waited for rank {other} to {self._what}: {why}")
+    def _lost(self, other: int, error: PeerLost) -> PeerLost:
+        return PeerLost(f"rank {self.rank} waited for rank {other} to {self._what}: {error}")
 
 
 # How far gradients flow down a model in which operators are frozen.

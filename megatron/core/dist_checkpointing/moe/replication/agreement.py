@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import or_
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
@@ -19,17 +20,36 @@ if TYPE_CHECKING:
 
 
 class Group(Protocol):
-    """Ranks that gather values: a `Transport` between all ranks, or a part of them."""
+    """Ranks that merge values: a `Transport` between all ranks, or a part of them."""
 
-    def gather(self, value: Json) -> list[Json]:
-        """The values of all ranks of the group, in the order of ranks. Raises PeerLost."""
+    @property
+    def rank(self) -> int:
+        """This rank, among those of the job."""
+
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """As `ports.Transport.merge`, of the ranks of the group."""
+
+
+class _Failures(msgspec.Struct, array_like=True):
+    """Of a run of ranks: how many failed, the first of them, and the kind of error and the reason of the very first."""
+
+    count: int = 0
+    ranks: tuple[int, ...] = ()
+    kind: int = 0
+    why: str = ""
+
+    def __or__(self, higher: _Failures) -> _Failures:
+        """With those of higher ranks."""
+        first, ranks = self if self.count else higher, (*self.ranks, *higher.ranks)
+        return _Failures(self.count + higher.count, ranks[: 1 + NAMED_RANKS], first.kind, first.why)
+
+    def __str__(self) -> str:
+        rank, *others = self.ranks
+        return f"rank {rank}: {self.why}{f' (also on {ranks_named(others, self.count - 1)})' if others else ''}"
 
 
 def raise_on_all_ranks[T](
-    group: Group,
-    work: Callable[[], T],
-    errors: Sequence[type[MoECheckpointError]] = (UsageError,),
-    ranks: Sequence[int] | None = None,
+    group: Group, work: Callable[[], T], errors: Sequence[type[MoECheckpointError]] = (UsageError,)
 ) -> T:
     """Run `work` on each rank; if it fails on one, all raise the same error, which names that rank. A collective.
 
@@ -37,7 +57,6 @@ def raise_on_all_ranks[T](
         group: The ranks that take part.
         work: Must not raise between collectives of its own: there other ranks would wait.
         errors: What is raised: the first of these types that the error is of, otherwise the last one.
-        ranks: Global ranks of the group, ascending; None: the group is of all ranks.
 
     Returns:
         What `work` returned on this rank.
@@ -45,19 +64,17 @@ def raise_on_all_ranks[T](
     Raises:
         PeerLost: A rank did not answer.
     """
-    problem: list[Json] = [-1, ""]
-    value: T | None = None
+    own, value = _Failures(), None
     # Anything but an error of this package is a defect: it ends this rank, and the others lose a peer.
     try:
         value = work()
     except MoECheckpointError as error:
         kinds = (index for index, kind in enumerate(errors) if isinstance(error, kind))
-        problem = [next(kinds, len(errors) - 1), str(error)]
+        own = _Failures(1, (group.rank,), next(kinds, len(errors) - 1), str(error))
     # Every rank comes here, whether its work failed or not. The lowest rank with a problem decides what all raise.
-    answers = [cast("tuple[int, str]", answer) for answer in group.gather(problem)]
-    for rank, (index, why) in zip(ranks or range(len(answers)), answers, strict=True):
-        if index >= 0:
-            raise errors[index](f"rank {rank}: {why}")
+    found = merged(group, own, _Failures, or_)
+    if found.count:
+        raise errors[found.kind](str(found))
     return cast("T", value)
 
 
@@ -67,8 +84,16 @@ _READ_S = 5.0
 """How long rank 0 waits for the others to read what all have said: it may keep the store, and be about to end."""
 
 
-def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value: Json, timeout_s: float) -> list[Json]:
-    """The values of all ranks, in their order; a collective, for which each rank asks the store only a few times.
+def gathered_by_store(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    value: Json,
+    summed_up: Callable[[list[Json]], Json],
+    timeout_s: float,
+) -> Json:
+    """What rank 0 makes of the values of all ranks; a collective, for which each asks the store only a few times.
 
     Args:
         store: In which all ranks find each other.
@@ -76,6 +101,7 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
         rank: This rank.
         world_size: How many ranks call it.
         value: Of this rank.
+        summed_up: Of the values of all ranks, in their order; small, for each rank reads it, and must not raise.
         timeout_s: How long the others may take to come.
 
     Raises:
@@ -84,20 +110,20 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
     place, patience = PrefixStore(name, store), timedelta(seconds=timeout_s)
     place.set(str(rank), json.dumps(value))
     place.append("here", f"{rank} ")
-    # Rank 0 reads the values of all and writes them as one: if each rank read each value, the one server of the store
-    # would get N^2 requests.
+    # Rank 0 alone reads the values of all: if each rank read each of them, the one server of the store would get N^2
+    # requests, and N^2 values would leave it if each got them as one.
     if rank:
         try:
             place.wait(["all"], patience)
         except RuntimeError:
             raise _unstarted(place, rank, world_size, timeout_s) from None
-        found: list[Json] = json.loads(place.get("all"))
-        if isinstance(found, str):  # why there is nothing
-            raise PeerSilent(found)
+        why, found = json.loads(place.get("all"))
+        if why:
+            raise PeerSilent(why)
         # Counted by an atomic call, so that exactly one rank finds itself the last.
         if place.add("read", 1) == world_size - 1:
             place.set("all read", "")
-        return found
+        return cast("Json", found)
     keys = [str(other) for other in range(world_size)]
     try:
         place.wait(keys, patience)
@@ -105,14 +131,14 @@ def gathered_by_store(store: Store, name: str, rank: int, world_size: int, value
         silent = _unstarted(place, rank, world_size, timeout_s)
         # Others came later, and would wait longer: they leave with the same words.
         with suppress(RuntimeError):
-            place.set("all", json.dumps(str(silent)))
+            place.set("all", json.dumps([str(silent), None]))
         raise silent from None
-    values: list[Json] = [json.loads(one) for one in place.multi_get(keys)]
-    place.set("all", json.dumps(values))
+    told = json.dumps(["", summed_up([json.loads(one) for one in place.multi_get(keys)])])
+    place.set("all", told)
     if world_size > 1:
         with suppress(RuntimeError):  # whoever has not read it by now has ended
             place.wait(["all read"], timedelta(seconds=min(timeout_s, _READ_S)))
-    return values
+    return cast("Json", json.loads(told)[1])
 
 
 def _unstarted(place: Store, rank: int, world_size: int, timeout_s: float) -> PeerSilent:
@@ -132,9 +158,19 @@ def not_listed(listed: bytes, world_size: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(world_size) if rank not in here)
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Such as `rank 3` or `ranks 3, 7`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+NAMED_RANKS = 8
+"""Of so many ranks a message tells the numbers; of the others how many they are."""
+
+
+def ranks_named(ranks: Sequence[int], count: int = 0) -> str:
+    """Such as `rank 3`, `ranks 3, 7` or `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more`.
+
+    Args:
+        ranks: The first ones, ascending.
+        count: How many there are; 0: no more than these.
+    """
+    named, more = ranks[:NAMED_RANKS], max(count, len(ranks)) - len(ranks[:NAMED_RANKS])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, named))}{f' and {more} more' if more else ''}"
 
 
 # Where ranks that connect again find each other: in a store, under a number on which all of them agree.
@@ -211,11 +247,11 @@ class ConnectionEpochs:
 # What all ranks have to know, made on the way, and what each rank has for a few others; typed, over any transport.
 
 
-def merged[T](transport: Transport, own: T, kind: type[T], combine: Callable[[T, T], T]) -> T:
+def merged[T](group: Group, own: T, kind: type[T], combine: Callable[[T, T], T]) -> T:
     """The values of all ranks as one, on all of them; a collective.
 
     Args:
-        transport: To all ranks.
+        group: The ranks that take part.
         own: The value of this rank.
         kind: Its type, as msgspec reads it.
         combine: Of two values, the first one of lower ranks; which neighbours are combined first must not matter.
@@ -228,7 +264,54 @@ def merged[T](transport: Transport, own: T, kind: type[T], combine: Callable[[T,
     def bytes_of(one: bytes, other: bytes) -> bytes:
         return msgspec.msgpack.encode(combine(decoder.decode(one), decoder.decode(other)))
 
-    return _read(decoder, transport.merge(msgspec.msgpack.encode(own), bytes_of))
+    return _read(decoder, group.merge(msgspec.msgpack.encode(own), bytes_of))
+
+
+def of_first[T](group: Group, own: T, kind: type[T]) -> T:
+    """The value of the lowest rank, on all of them; a collective.
+
+    Args:
+        group: The ranks that take part.
+        own: The value of this rank; what others have than the lowest one counts for nothing.
+        kind: Its type, as msgspec reads it.
+
+    Raises:
+        PeerLost: A rank did not answer, or not with such a value.
+    """
+    return _read(msgspec.msgpack.Decoder(kind), group.merge(msgspec.msgpack.encode(own), lambda first, _: first))
+
+
+def combined(
+    at: int,
+    size: int,
+    value: bytes,
+    combine: Callable[[bytes, bytes], bytes],
+    tell: Callable[[int, bytes], None],
+    heard: Callable[[int], bytes],
+) -> bytes:
+    """The values of some ranks combined, on all of them, up a binomial tree and down again.
+
+    Args:
+        at: The place of this rank among them.
+        size: How many they are.
+        value: Of this rank.
+        combine: Of two values, the second one of higher ranks.
+        tell: Sends a value to the rank at a place.
+        heard: Receives one from there.
+    """
+    step = 1
+    while step < size and not at & step:
+        if at + step < size:
+            value = combine(value, heard(at + step))
+        step *= 2
+    # `step` is now the lowest bit of this place, without which its number is that of its parent.
+    if at:
+        tell(at - step, value)
+        value = heard(at - step)
+    while step := step // 2:
+        if at + step < size:
+            tell(at + step, value)
+    return value
 
 
 def exchanged[T](transport: Transport, outgoing: Mapping[int, T], kind: type[T]) -> list[tuple[int, T]]:

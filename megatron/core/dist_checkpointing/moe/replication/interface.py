@@ -78,7 +78,7 @@ def own_endpoint(interface: str | None) -> Endpoint:
     return Endpoint(name, address, host, boot_id() or host, _shown_interfaces())
 
 
-def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]] = lambda own: [own]) -> None:
+def use_for_gloo(interface: str, rank: int, first_of: Callable[[Json], Json] = lambda own: own) -> None:
     """Let gloo groups that this process makes from here on, Megatron-Core's among them, use the flag's interface.
 
     An interface that the variable names already is left to them.
@@ -86,7 +86,7 @@ def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]]
     Args:
         interface: Of the flag.
         rank: This rank.
-        gather: Gives the values of all ranks, if they can be asked; then all raise for one without that interface.
+        first_of: The first problem of all ranks, if they can be asked; then all raise for one without that interface.
 
     Raises:
         UsageError: A machine does not have this interface.
@@ -96,8 +96,8 @@ def use_for_gloo(interface: str, rank: int, gather: Callable[[Json], list[Json]]
         own_endpoint(interface)
     except UsageError as error:
         problem = f"rank {rank}: {error}"
-    # Before anything is raised: all ranks gather, also one that has no such interface.
-    if first := next(filter(None, gather(problem)), None):
+    # Before anything is raised: all ranks say so, also one that has no such interface.
+    if first := first_of(problem):
         raise UsageError(str(first))
     named = os.environ.setdefault(VARIABLE, interface)
     if rank == 0 and named == interface:

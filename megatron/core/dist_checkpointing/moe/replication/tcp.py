@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store
 
 from ..errors import PeerSilent, UsageError
 from ..ports import PeerLost
-from .agreement import FIRST_PAUSE_S, LONGEST_PAUSE_S, ConnectionEpochs
+from .agreement import FIRST_PAUSE_S, LONGEST_PAUSE_S, ConnectionEpochs, combined
 from .connections import Connections, Message, MessageLane, Mover, receive_over, send_over
 
 if TYPE_CHECKING:
@@ -284,26 +284,15 @@ class TcpTransport:
 
     def _combined(self, value: bytes, combine: Callable[[bytes, bytes], bytes], what: str) -> bytes:
         """The values of all ranks combined, on all of them; the second argument of `combine` is of higher ranks."""
-        what, step = f"{what} all {self.world_size} ranks", 1
+        what = f"{what} all {self.world_size} ranks"
         if self.connections is None:
             self.refuse(what)
         try:
-            while step < self.world_size and not self.rank & step:
-                if self.rank + step < self.world_size:
-                    value = combine(value, self._heard(self.rank + step))
-                step *= 2
-            # `step` is now the lowest bit of this rank, without which its number is that of its parent.
-            if self.rank:
-                self._tell(self.rank - step, value)
-                value = self._heard(self.rank - step)
-            while step := step // 2:
-                if self.rank + step < self.world_size:
-                    self._tell(self.rank + step, value)
+            return combined(self.rank, self.world_size, value, combine, self._tell, self._heard)
         except PeerLost as error:
             raise type(error)(f"rank {self.rank} could not {what}: {error}") from None
         except ValueError as error:
             raise self.broken(what, f"ranks call for different things: {error}") from None
-        return value
 
     def _tell(self, to: int, value: bytes) -> None:
         for transfer in self._begin_to_tell(to, value):

@@ -213,7 +213,8 @@ class RankMemory:
         self._state, self._training, self._control = state, training, control
         self._owners, self._clock = owners, clock
         self._topology, self._rank = job.topology, torch.distributed.get_rank()
-        self.room, self._refusals = partial(node_memory(config, place).room, control), 0
+        here = self._topology.ranks_by_node[self._topology.node(self._rank)]
+        self.room, self._refusals = partial(node_memory(config, place, here).room, control), 0
         self._memories: Mapping[str, MemoryStore] = {}
 
     def open(self) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import reduce
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -15,7 +19,7 @@ from ..config import ANY_JOB, MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
 from ..ports import Json, Manifest, NoRoom, Transport
-from ..replication.agreement import gathered_by_store, raise_on_all_ranks
+from ..replication.agreement import gathered_by_store, merged, raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, of_local_rank, own_endpoint
 from ..replication.tcp import TcpTransport
 from ..replication.transports import TRANSPORTS
@@ -37,17 +41,17 @@ _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
 
 class JobMembers(NamedTuple):
-    """What all ranks know of each other before they connect: where each is, the id of their job, what starts them
-    again, and the names of their nodes."""
+    """What all ranks know of each other before they connect: the address of this one, and the id of the job. Rank 0
+    knows besides what starts each rank again, and the node and the allocation unit that each is on."""
 
-    endpoints: tuple[Endpoint, ...]
+    address: str
     job_id: str
-    run: tuple[str, ...]
-    nodes: tuple[str, ...]
+    run: tuple[str, ...] = ()
+    places: tuple[tuple[str, str], ...] = ()
 
 
 def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, place: ProcessInfo) -> JobMembers:
-    """What all ranks tell each other through the store; a collective.
+    """What all ranks tell rank 0 through the store, and what it tells them; a collective.
 
     Args:
         store: In which all ranks find each other.
@@ -60,18 +64,39 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own: dict[str, Json]
-    # A problem of this rank goes to all of them, which wait in the gather below, and is raised on all.
+    address, everyone = "", list[Any]()
+    # A problem of this rank goes to rank 0, and is raised on all.
     try:
+        endpoint = own_endpoint(config.interface and of_local_rank(config.interface, place.local_rank))
+        address = endpoint.address
         own = {
             "secret": _take_secret(config),
-            "endpoint": asdict(own_endpoint(config.interface and of_local_rank(config.interface, place.local_rank))),
+            "endpoint": asdict(endpoint),
             "job": asdict(JobClaim.of(config, place)),
             "run": place.run,
             "node": place.node,
+            "unit": place.unit,
         }
     except UsageError as error:
         own = {"problem": f"rank {rank}: {error}"}
-    found: list[Any] = gathered_by_store(store, "moe-ckpt-ranks", rank, world_size, own, config.timeout_s)
+
+    def job_of(found: list[Any]) -> dict[str, Json]:
+        everyone.extend(found)
+        try:
+            return {"job_id": _common_job(found)}
+        except UsageError as error:
+            return {"problem": str(error)}
+
+    name, wait_s = "moe-ckpt-ranks", config.timeout_s
+    told: Any = gathered_by_store(store, name, rank, world_size, own, job_of, wait_s)
+    if problem := told.get("problem"):
+        raise UsageError(problem)
+    run, places = (one["run"] for one in everyone), ((one["node"], one["unit"]) for one in everyone)
+    return JobMembers(address, told["job_id"], tuple(run), tuple(places))
+
+
+def _common_job(found: Sequence[Mapping[str, Any]]) -> str:
+    """The id of the job, from what all ranks say of themselves. Raises UsageError where they contradict each other."""
     if problems := [one["problem"] for one in found if "problem" in one]:
         raise UsageError(problems[0])
     if different := [other for other, one in enumerate(found) if one["secret"] != found[0]["secret"]]:
@@ -79,13 +104,11 @@ def introduced(store: torch.distributed.Store, config: MoECheckpointConfig, plac
             f"rank {different[0]} and rank 0 have different secrets: put the same file for --moe-ckpt-secret-file on"
             " every node, or give it to none"
         )
-    endpoints = tuple(Endpoint(**one["endpoint"]) for one in found)
+    endpoints = [Endpoint(**one["endpoint"]) for one in found]
     check_endpoints(endpoints)
-    if rank == 0:
-        name = endpoints[0].interface or f'of hostname "{endpoints[0].host}"'
-        log.info("network: rank 0 listens on %s (interface %s)", endpoints[0].address, name)
-    job_id = agree_on_job([JobClaim(**one["job"]) for one in found])
-    return JobMembers(endpoints, job_id, tuple(one["run"] for one in found), tuple(one["node"] for one in found))
+    name = endpoints[0].interface or f'of hostname "{endpoints[0].host}"'
+    log.info("network: rank 0 listens on %s (interface %s)", endpoints[0].address, name)
+    return agree_on_job([JobClaim(**one["job"]) for one in found])
 
 
 def _take_secret(config: MoECheckpointConfig) -> str:
@@ -125,22 +148,20 @@ class Transports(NamedTuple):
     links: PeerLinks
 
     @classmethod
-    def connected(
-        cls, store: torch.distributed.Store, config: MoECheckpointConfig, endpoints: Sequence[Endpoint]
-    ) -> Transports:
+    def connected(cls, store: torch.distributed.Store, config: MoECheckpointConfig, address: str) -> Transports:
         """Between all ranks.
 
         Args:
             store: That of this attempt, as others' addresses mislead, over a connection of its own (see
                 `own_connection`).
             config: The settings.
-            endpoints: Of all ranks.
+            address: Of this rank.
 
         Raises:
             PeerLost: A rank did not come.
         """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        address, timeout_s, bulk = endpoints[rank].address, config.timeout_s, TRANSPORTS[config.transport]
+        timeout_s, bulk = config.timeout_s, TRANSPORTS[config.transport]
         # First, because it says which rank does not answer, and where. Each of these waits for all ranks, so all make
         # them in this order.
         links = PeerLinks(store, rank, world_size, address, timeout_s)
@@ -153,25 +174,31 @@ class Transports(NamedTuple):
         return cls(control, data, patient, links)
 
 
-def placed_topology(transport: Transport, place: ProcessInfo) -> Topology:
-    """The layout of the running job, with the nodes that its ranks are on. A collective.
+class JobPlaces(msgspec.Struct, array_like=True):
+    """The nodes of a job, each with its allocation unit, and how many ranks after each other are on which of them."""
 
-    Args:
-        transport: To all ranks.
-        place: Where this process runs.
+    places: list[tuple[str, str]] = []
+    runs: list[tuple[int, int]] = []
 
-    Raises:
-        UsageError: The layout cannot be protected.
-    """
-    found: list[Any] = transport.gather([place.node, place.unit])
-    nodes = [str(node) for node, _ in found]
-    # Nodes are numbered by their lowest ranks: alike on all ranks, whatever they are called.
-    names = list(dict.fromkeys(nodes))
-    numbers = tuple(map(names.index, nodes))
-    units = [unit or number for number, (_, unit) in zip(numbers, found, strict=True)]
-    labels = list(dict.fromkeys(units))
-    topology = read_topology(max(map(nodes.count, names)))
-    return replace(topology, nodes=numbers, units=tuple(map(labels.index, units)))
+    @classmethod
+    def of(cls, ranks: Sequence[tuple[str, str]]) -> JobPlaces:
+        """From the node and the unit of each rank."""
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(ranks))}
+        return cls(list(numbers), [(numbers[place], len(list(some))) for place, some in groupby(ranks)])
+
+    def nodes(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(dict.fromkeys(node for node, _ in self.places))
+
+    def topology(self) -> Topology:
+        """The layout of the running job with these nodes. Raises UsageError where it cannot be protected."""
+        # Nodes are numbered by their lowest ranks: alike on all ranks, whatever they are called. So are units.
+        numbers = {name: number for number, name in enumerate(self.nodes())}
+        units = [unit or numbers[node] for node, unit in self.places]
+        labels = {label: number for number, label in enumerate(dict.fromkeys(units))}
+        nodes = tuple(numbers[self.places[at][0]] for at, count in self.runs for _ in range(count))
+        of_units = tuple(labels[units[at]] for at, count in self.runs for _ in range(count))
+        return replace(read_topology(max(Counter(nodes).values())), nodes=nodes, units=of_units)
 
 
 def open_memories(
@@ -294,9 +321,14 @@ def leases_without_session(config: MoECheckpointConfig, save: str | None, place:
     """
     # Rank 0 may watch a lease of another job for that long, before it takes it over.
     group = _ByStore(config.timeout_s + STALE_S)
-    leases = Leases(config, save, place, [str(one) for one in group.gather(place.run)])
+    run = merged(group, [place.run], list[str], _distinct)
+    leases = Leases(config, save, place, run)
     raise_on_all_ranks(group, leases.acquire)
     return leases
+
+
+def _distinct(first: list[str], second: list[str]) -> list[str]:
+    return list(dict.fromkeys((*first, *second)))
 
 
 class _ByStore:
@@ -304,9 +336,15 @@ class _ByStore:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._asked = timeout_s, 0
+        self.rank = torch.distributed.get_rank()
 
-    def gather(self, value: Json) -> list[Json]:
-        self._asked += 1  # a name in the store serves one gather only
-        ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        name = f"moe-ckpt-leases-{self._asked}"
-        return gathered_by_store(_get_default_store(), name, *ranks, value, self._timeout_s)
+    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
+        """As `ports.Transport.merge`, on rank 0."""
+
+        def of_all(values: list[Any]) -> str:
+            return reduce(combine, map(bytes.fromhex, values)).hex()
+
+        self._asked += 1  # a name in the store serves one call only
+        name, ranks = f"moe-ckpt-leases-{self._asked}", (self.rank, torch.distributed.get_world_size())
+        told = gathered_by_store(_get_default_store(), name, *ranks, value.hex(), of_all, self._timeout_s)
+        return bytes.fromhex(str(told))

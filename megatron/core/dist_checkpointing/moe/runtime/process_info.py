@@ -274,12 +274,13 @@ def slot_of(config: MoECheckpointConfig, place: ProcessInfo) -> Path:
     return slot_directory(memory_folder(config) / place.node, place.job_id, place.local_rank)
 
 
-def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:
+def node_memory(config: MoECheckpointConfig, place: ProcessInfo, ranks: Sequence[int]) -> NodeMemory:
     """What this process's node has for checkpoints.
 
     Args:
         config: The settings.
         place: Where this process runs, with the job's id.
+        ranks: Of its node.
     """
     folder = memory_folder(config)
     areas = [slot_directory(folder / place.node, place.job_id, place.local_rank, area) for area in ("slot", "standby")]
@@ -289,7 +290,7 @@ def node_memory(config: MoECheckpointConfig, place: ProcessInfo) -> NodeMemory:
         return sum(path.stat().st_size for area in areas for path in area.glob("segment-*.bin"))
 
     limit = None if config.memory_limit is None else MemoryLimit.parse(config.memory_limit)
-    return NodeMemory(place.node, limit, node_memory_bytes(), folder, held, counts_free=not config.strict)
+    return NodeMemory(ranks, limit, node_memory_bytes(), folder, held, counts_free=not config.strict)
 
 
 def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsFloat, SupportsInt, cast
+from typing import Any, SupportsFloat, SupportsInt
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -37,7 +37,7 @@ from ..recovery.recovery import Recovery
 from ..recovery.restoring import RecoveryPorts
 from ..recovery.sources import KeptState, keep, take
 from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
-from ..replication.agreement import raise_on_all_ranks
+from ..replication.agreement import merged, of_first, raise_on_all_ranks
 from ..replication.replicator import Replicator
 from ..resharding.store import NoStorage, PreviousLayout
 from ..snapshot.background import ThreadExecutor
@@ -49,7 +49,7 @@ from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
 from .live_state import LiveState, RankMemory, Training
-from .opening import RECOVERY_PATIENCE, Leases, Transports, introduced, own_connection, parallel_layout, placed_topology
+from .opening import RECOVERY_PATIENCE, JobPlaces, Leases, Transports, introduced, own_connection, parallel_layout
 from .process_info import (
     PATIENCE_ADVICE,
     ProcessInfo,
@@ -114,11 +114,11 @@ class ProtectedSession(Session):
 
     def _connect(self) -> None:
         config, store = self.config, _get_default_store()
-        endpoints, job_id, run, nodes = introduced(store, config, self.place)
+        self._address, job_id, run, places = introduced(store, config, self.place)
         self.place = place = replace(self.place, job_id=job_id)
-        self.job_id, self._address = job_id, endpoints[self._rank].address
+        self.job_id = job_id
         self._store = own_connection(store, config.timeout_s)
-        self.control, self.data, self.patient, self.links = Transports.connected(self._store, config, endpoints)
+        self.control, self.data, self.patient, self.links = Transports.connected(self._store, config, self._address)
         for one in (self.control, self.data, self.patient):
             self.held.callback(one.close)
         self.held.callback(self.links.forget)
@@ -127,9 +127,10 @@ class ProtectedSession(Session):
         self.held.callback(lambda: leases.leave() if self._began else leases.release())
         raise_on_all_ranks(self.patient, leases.acquire)
         self._together(self._check_versions)
-        self._together(lambda: take_over_renamed(config, place, nodes))
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
-        self.topology = self._together(lambda: placed_topology(self.control, place))
+        of_job = of_first(self.control, JobPlaces.of(places), JobPlaces)
+        self._together(lambda: take_over_renamed(config, place, of_job.nodes()))
+        self.topology = self._together(of_job.topology)
         self._together(lambda: number_layers(self.training.chunks))
         share = next((one.share for one in self._extensions if one.share is not None), None)
         # Before anything is promised or allocated: a model of which some bytes belong to no operator is refused.
@@ -148,10 +149,11 @@ class ProtectedSession(Session):
         What cannot be repeated or replayed is refused before it is needed, and before any memory is taken.
         """
         config, training = self.config, self.training
+        model = model_operators(training.chunks)
         # Some of these arguments are collectives: they are evaluated in this order on all ranks.
         self.job = Job(
             config,
-            model_operators(training.chunks),
+            model,
             self.topology,
             training.tokens_per_iteration,
             training.iterations,
@@ -159,7 +161,7 @@ class ProtectedSession(Session):
             tied_embeddings=self.state.copies_embeddings,
             sizes=gathered_sizes(self.state.capturer, self.control),
             drops_tokens=bool(self.control.total([int(drops_tokens(training.chunks))])[0]),
-            unchanging=gathered_unchanging(self.state.unchanging, self.state.capturer.operators, self.control),
+            unchanging=gathered_unchanging(self.state.unchanging, self.state.capturer.operators, model, self.control),
         )
         self.strategy: Strategy = self._together(lambda: STRATEGIES[config.strategy](self.job))
         placement = self._together(lambda: replicas_placed(config, self.topology))
@@ -187,9 +189,9 @@ class ProtectedSession(Session):
         # All ranks give the attempt one name. It comes behind the attempts whose faults are not over; when it is known
         # what earlier ones left, `_protect` puts it behind these, too.
         number = 1 + max((number_of(left["attempt"]) for left in self._times_left), default=0)
-        told = cast("list[tuple[int, str]]", self.control.gather([number, secrets.token_hex(4)]))
-        self._token = told[0][1]
-        self._attempt = attempt_name(max(number for number, _ in told), self._token)
+        own = number, secrets.token_hex(4)
+        number, self._token = merged(self.control, own, tuple[int, str], lambda one, two: (max(one[0], two[0]), one[1]))
+        self._attempt = attempt_name(number, self._token)
 
     def _prepare_restart(self, execution: Execution | None) -> None:
         facts, config = self._identity.topology, self.config

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
 
 from ..config import MoECheckpointConfig
 from ..errors import NewProcessesNeeded, NoExactState, ReplayDiverged, UnreadableCheckpoint, UsageError
@@ -27,6 +26,7 @@ from ..ports import Transport
 from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..recovery.sources import KeptReplay
 from ..replay.densify import Replay
+from ..replication.agreement import of_first
 from ..resharding.store import PreviousLayout, PreviousWindow
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
@@ -143,8 +143,8 @@ class Restart:
     def _is_run_again(self, trainer: LiveTrainerState, request: Request) -> bool:
         """Whether training begins from a sparse window of another layout, whose iterations run again in this one."""
         own = self.older.window
-        found = self.control.gather(asdict(own) if own is not None else None)[0]  # one for all ranks
-        window = PreviousWindow(**cast("dict[str, Any]", found)) if found is not None else None
+        found = of_first(self.control, [] if own is None else [own], list[PreviousWindow])  # one for all ranks
+        window = found[0] if found else None
         if window is None or window.last <= request.newest:
             return False
         if window.job != self.identity.job and not self.config.takes_over(window.job):

@@ -13,11 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import itemgetter, or_
 from pathlib import Path
-from typing import cast
+
+import msgspec
 
 from ..errors import CheckpointFailure, MoECheckpointError
-from ..ports import Capturer, Json, MappedStore, Transport
+from ..ports import Capturer, MappedStore, Transport
+from ..replication.agreement import exchanged, merged
 from ..strategies import BufferSpec, Job, Strategy
 from ..strategies.memory_report import MemoryLimit, MemoryReport, memory_report, segment_bytes
 from ..types import OperatorId, OperatorKind, OperatorSize, Part, full_plan
@@ -89,25 +92,38 @@ def fit_memory(memory: MappedStore, sizes: Sequence[int], transport: Transport) 
 
 
 def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[OperatorId, OperatorSize]]:
-    """What `operator_sizes` gives on each rank, by rank; a collective over all ranks.
+    """What `operator_sizes` gives, by rank: here, and on the lowest of the ranks that have the same; a collective.
 
     Args:
         capturer: Gives the layouts of this rank.
         transport: To all ranks.
     """
-    mine: list[Json] = [
-        [operator.layer, operator.kind.value, operator.expert, size.full_bytes, size.weights_bytes]
-        for operator, size in operator_sizes(capturer).items()
-    ]
-    gathered = cast("list[list[list[int]]]", transport.gather(mine))
+    sizes = operator_sizes(capturer)
+    # On its way up the tree a row stays as it was encoded: those of replicas are equal to the byte.
+    own = msgspec.msgpack.encode(
+        [(one.layer, one.kind.value, one.expert, size.full_bytes, size.weights_bytes) for one, size in sizes.items()]
+    )
+    rows = list[tuple[bytes, int]]
+
+    def distinct(first: list[tuple[bytes, int]], second: list[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
+        return list({**dict(second), **dict(first)}.items())
+
+    found = merged(transport, [(own, transport.rank)], rows, distinct)
+    reader = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int]])
     return {
-        rank: {OperatorId(row[0], OperatorKind(row[1]), row[2]): OperatorSize(row[3], row[4]) for row in rows}
-        for rank, rows in enumerate(gathered)
-    }
+        rank: {
+            OperatorId(layer, OperatorKind(kind), expert): OperatorSize(full, weights)
+            for layer, kind, expert, full, weights in reader.decode(row)
+        }
+        for row, rank in sorted(found, key=itemgetter(1))
+    } | {transport.rank: sizes}
+
+
+_OWNED, _CHANGED = 1, 2
 
 
 def gathered_unchanging(
-    own: frozenset[OperatorId], operators: frozenset[OperatorId], transport: Transport
+    own: frozenset[OperatorId], operators: frozenset[OperatorId], model: Sequence[OperatorId], transport: Transport
 ) -> frozenset[OperatorId]:
     """What no rank that owns a part of it changes; a collective over all ranks.
 
@@ -116,16 +132,19 @@ def gathered_unchanging(
     Args:
         own: What this rank does not change.
         operators: What this rank owns a part of.
+        model: All operators, the same on all ranks.
         transport: To all ranks.
     """
-    rows: list[Json] = [[one.layer, one.kind.value, one.expert, int(one in own)] for one in sorted(operators)]
-    found: dict[OperatorId, bool] = {}
-    for of_rank in cast("list[list[list[int]]]", transport.gather(rows)):
-        for layer, kind, expert, stays in of_rank:
-            operator = OperatorId(layer, OperatorKind(kind), expert)
-            found[operator] = found.get(operator, True) and bool(stays)
-    experts_stay = all(stays for operator, stays in found.items() if operator.is_expert)
-    return frozenset(one for one, stays in found.items() if stays and (experts_stay or not one.is_expert))
+    if transport.total([len(own)]) == (0,):  # mostly
+        return frozenset()
+    flags = bytes((one in operators) * (_OWNED if one in own else _OWNED | _CHANGED) for one in model)
+
+    def either(first: bytes, second: bytes) -> bytes:
+        return bytes(map(or_, first, second))
+
+    found = dict(zip(model, transport.merge(flags, either), strict=True))
+    experts_stay = not any(one.is_expert and flag & _CHANGED for one, flag in found.items())
+    return frozenset(one for one, flag in found.items() if flag == _OWNED and (experts_stay or not one.is_expert))
 
 
 def operator_sizes(capturer: Capturer) -> dict[OperatorId, OperatorSize]:
@@ -184,12 +203,16 @@ class MemoryBound:
         return self.why if self.nbytes == UNBOUNDED else scaled(self.nbytes * self.ranks)
 
 
+def _tighter(first: MemoryBound, second: MemoryBound) -> MemoryBound:
+    return second if second.nbytes < first.nbytes else first
+
+
 @dataclass(frozen=True)
 class NodeMemory:
     """The memory of this process's node.
 
     Args:
-        node: Its name.
+        ranks: Of this node.
         limit: Of the flag.
         total_bytes: What the node has.
         folder: The memory dir.
@@ -197,7 +220,7 @@ class NodeMemory:
         counts_free: Whether what the folder has free is a bound; else taking it fails where it is too little.
     """
 
-    node: str
+    ranks: Sequence[int]
     limit: MemoryLimit | None
     total_bytes: int
     folder: Path
@@ -207,22 +230,20 @@ class NodeMemory:
     def room(self, transport: Transport) -> MemoryBound:
         """For each rank on the tightest node; a collective. Raises PeerLost."""
         allowed = UNBOUNDED if self.limit is None else self.limit.of_node(self.total_bytes)
-        mine: list[Json] = [self.node, allowed, self._free_bytes(), self.held()]
-        gathered = cast("list[tuple[str, int, int, int]]", transport.gather(mine))
-        found = []
-        for node in sorted({row[0] for row in gathered}):
-            rows = [row for row in gathered if row[0] == node]
-            # All ranks of a node see one file system, at slightly different times: the least that one saw free counts.
-            # What they hold already is room too, since segments are used again or given back.
-            by_flag, by_folder = min(row[1] for row in rows), min(row[2] for row in rows) + sum(row[3] for row in rows)
-            why = "--moe-ckpt-memory-limit"
-            if by_folder < by_flag:
-                why = f"{self.folder} is not larger; enlarge the tmpfs (mount -o remount,size=...)"
-            bound = min(by_flag, by_folder)
-            found.append(
-                MemoryBound(bound // len(rows), len(rows), why) if bound < UNBOUNDED else MemoryBound(ranks=len(rows))
-            )
-        return min(found, key=lambda room: room.nbytes)
+        mine = allowed, self._free_bytes(), self.held()
+        # Ranks of a node tell the first of them, so that no rank gets what all have.
+        rows = [row for _, row in exchanged(transport, {min(self.ranks): mine}, tuple[int, int, int])]
+        return merged(transport, self._bound(rows) if rows else MemoryBound(), MemoryBound, _tighter)
+
+    def _bound(self, rows: Sequence[tuple[int, int, int]]) -> MemoryBound:
+        # All ranks of a node see one file system, at slightly different times: the least that one saw free counts.
+        # What they hold already is room too, since segments are used again or given back.
+        by_flag, by_folder = min(row[0] for row in rows), min(row[1] for row in rows) + sum(row[2] for row in rows)
+        why = "--moe-ckpt-memory-limit"
+        if by_folder < by_flag:
+            why = f"{self.folder} is not larger; enlarge the tmpfs (mount -o remount,size=...)"
+        bound = min(by_flag, by_folder)
+        return MemoryBound(bound // len(rows), len(rows), why) if bound < UNBOUNDED else MemoryBound(ranks=len(rows))
 
     def _free_bytes(self) -> int:
         if not self.counts_free or not self.folder.is_dir():

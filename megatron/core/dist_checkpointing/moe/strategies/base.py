@@ -49,7 +49,8 @@ class Job:
 
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
-    sizes: bytes of what each rank owns of each of its operators; empty where they are not known.
+    sizes: bytes of what ranks own of each of their operators, of those with the same this one and the lowest; empty
+    where they are not known.
     drops_tokens: whether routers drop tokens beyond a capacity that can differ from expert to expert. unchanging:
     operators that training leaves as they are (`--freeze-experts`).
     """
