@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import or_
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +22,7 @@ import numpy as np
 from harness import Benchmark, row, rule, start, where
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.availability import Survey
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
@@ -26,8 +30,11 @@ from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Overview, digest
 from megatron.core.dist_checkpointing.moe.recovery.inventory import InventoryRow, OperatorPart
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import Findings, LocalInventory
-from megatron.core.dist_checkpointing.moe.replication.agreement import merged
+from megatron.core.dist_checkpointing.moe.recovery.timeline import Milestone, Timestamps, gather_timeline
+from megatron.core.dist_checkpointing.moe.replication.agreement import merged, of_first, raise_on_all_ranks
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
+from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces
+from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import NodeMemory, gathered_sizes
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
 from megatron.core.dist_checkpointing.moe.types import (
     LOG,
@@ -36,10 +43,12 @@ from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     Part,
     RecoveryPlan,
+    SnapshotPlan,
     Tier,
     Topology,
     Window,
 )
+from megatron.core.dist_checkpointing.moe.types.recovery import Scope
 from moe_ckpt.simulator.models import PRESETS
 from moe_ckpt.simulator.shards import owned_operators
 
@@ -52,7 +61,7 @@ WINDOW, FIRST, REPLICAS = 6, 100, 2
 LATENCY_S, BYTES_PER_S = 50e-6, 3e9
 """Of a message between two nodes, and of the network of one rank."""
 COUNTS = {"statuses": 0, "statuses, tokens of 58 layers with 256 experts": 58 * 256}
-"""IterationNumbers that an iteration adds up, beside what it says of copies and pieces."""
+"""Numbers that an iteration adds up, beside what it says of copies and pieces."""
 BEFORE = {
     8: (413, 117, 1827),
     64: (486, 126, 2504),
@@ -61,6 +70,15 @@ BEFORE = {
     16384: (38516, 704, 128267),
 }
 """By ranks: CPU of inventory and plan in ms, kB received."""
+BEFORE_AGREEMENTS = {
+    "a failure, of no rank": ("131.1", "3.72"),
+    "a failure, of all ranks": ("1376.3", "5.08"),
+    "timeline of a recovery": ("4210.7", "238.78"),
+    "room on the tightest node": ("802.8", "669.25"),
+    "names of nodes": ("294.9", "624.50"),
+    "sizes of operators, alike on replicas": ("9520.4", "1980.66"),
+}
+"""Of the largest job: kB received and CPU in ms, of each rank, at 0ee52bef."""
 FRAME_BYTES = 1032
 """Of the first message of a value, as `replication.tcp` sends it; what is longer takes a second one."""
 
@@ -96,7 +114,7 @@ class PlayedTransport(TcpTransport):
         collectives: In their order: values of runs of ranks, or what ranks exchange.
     """
 
-    def __init__(self, rank: int, world_size: int, collectives: Sequence[Merged[Any] | Exchanged]) -> None:
+    def __init__(self, rank: int, world_size: int, collectives: Sequence[Merged[Any] | Exchanged | Numbers]) -> None:
         self.rank, self.world_size, self.timeout_s, self.traffic = rank, world_size, 60.0, Traffic()
         self.connections = cast("Any", self)
         self._collectives, self.now = iter(collectives), cast("Any", None)
@@ -108,6 +126,10 @@ class PlayedTransport(TcpTransport):
     def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
         self.now = next(self._collectives)
         return super().exchange(outgoing)
+
+    def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        self.now = next(self._collectives)
+        return super().least_and_total(values, added)
 
     def _begin_to_tell(self, to: int, value: bytes) -> list[Any]:
         self.traffic.tells(to, len(value))
@@ -268,13 +290,23 @@ class CollectiveRecorder:
     def __init__(self, rank: int, world_size: int, known: Sequence[Any]) -> None:
         self.rank, self.world_size, self._known = rank, world_size, iter(known)
         self.left: Any = None
+        self.combine: Callable[[bytes, bytes], bytes] | None = None
 
     def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
-        """What all give, or the value is left."""
+        """What all give, or the value is left, and what merges it."""
         for known in self._known:
             return cast("bytes", known)
-        self.left = value
+        self.left, self.combine = value, combine
         raise _Stop
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The values of this rank, as if all had them, or how many they are is left."""
+        for _ in self._known:
+            return tuple(values)
+        self.left = len(values)
+        raise _Stop
+
+    total = least
 
     def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
         """What comes here, or all that goes out is left."""
@@ -335,16 +367,128 @@ def _together(transport: PlayedTransport, own: Digest) -> Digest:
     return merged(transport, own, Digest, or_)
 
 
+class MergedBytes(Merged[bytes]):
+    """Values that travel as they are."""
+
+    def heard(self, rank: int, source: int, size: int) -> bytes:
+        """As `Merged.heard`."""
+        return self.of(source, min(size, 2 * source - rank)) if source > rank else self.of(0, size)
+
+
+class Shards:
+    """Of a rank, as a capturer has them: the bytes of its operators."""
+
+    def __init__(self, operators: Collection[OperatorId], nbytes: int) -> None:
+        self.operators, self._nbytes = frozenset(operators), nbytes
+
+    def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Any:
+        """A field for each operator."""
+        return SimpleNamespace(fields=[SimpleNamespace(operator=one, nbytes=self._nbytes) for one in plan.parts])
+
+
+def agreements(job: PlayedJob) -> dict[str, Callable[[int, Any], Any]]:
+    """What all ranks agree on beside inventory and plan, by its name on the page: what a rank calls for it."""
+    topology, size = job.topology, job.topology.world_size
+    names = [(f"node-{topology.node(rank):05d}", "") for rank in range(size)]
+    marks = [one for one in Milestone if one.value not in ("detected", "parked")]
+    left = [{"attempt": "00000000000000000001-a", "times": {"detected": 1.0, "parked": 2.0}}]
+
+    def fails() -> None:
+        raise UsageError("the folder of --moe-ckpt-memory-dir cannot be used: No such file or directory")
+
+    def failing(rank: int, transport: Any) -> None:
+        with suppress(UsageError):
+            raise_on_all_ranks(transport, fails)
+
+    def timeline(rank: int, transport: Any) -> None:
+        timestamps = Timestamps(lambda: 100.0, lambda: 100.0)
+        for at_s, mark in enumerate(marks):
+            timestamps.mark(mark, 10.0 + at_s)
+        gather_timeline(transport, timestamps, left, RecoveryPlan(7, Scope.NONE, (), ()), topology)
+
+    def sizes(rank: int, nbytes: int, transport: Any) -> None:
+        gathered_sizes(cast("Any", Shards(job.operators(rank), nbytes)), transport)
+
+    def room(rank: int, transport: Any) -> None:
+        here = topology.ranks_by_node[topology.node(rank)]
+        NodeMemory(here, None, 1 << 40, Path("/dev/shm"), lambda: 0).room(transport)
+
+    def places(rank: int, transport: Any) -> None:
+        of_first(transport, JobPlaces.of(names if rank == 0 else ()), JobPlaces)
+
+    return {
+        "a failure, of no rank": lambda rank, transport: raise_on_all_ranks(transport, lambda: None),
+        "a failure, of all ranks": failing,
+        "timeline of a recovery": timeline,
+        "room on the tightest node": room,
+        "names of nodes": places,
+        "sizes of operators, alike on replicas": lambda rank, transport: sizes(rank, 1 << 20, transport),
+        "sizes of operators, different on each rank": lambda rank, transport: sizes(rank, (1 << 20) + rank, transport),
+    }  # fmt: skip
+
+
+def agreement(ranks: int, work: Callable[[int, Any], Any], turns: int) -> dict[str, Any]:
+    """What one of them asks of rank 0, the root of the tree.
+
+    Args:
+        ranks: Of the job.
+        work: What a rank calls.
+        turns: How often it is measured.
+    """
+    collectives, known = list[Any](), list[Any]()
+    while (last := _next(ranks, work, known)) is not None:
+        collectives.append(last)
+        known.append(last.of(0, ranks) if isinstance(last, MergedBytes) else _Came(last))
+    times = list[float]()
+    for _ in range(turns + 1):  # the first one makes what arrives
+        transport = PlayedTransport(0, ranks, collectives)
+        begun_s = time.thread_time()
+        work(0, transport)
+        times.append(time.thread_time() - begun_s)
+    traffic = transport.traffic
+    return {"cpu_s": min(times[1:]), "messages": traffic.messages, "bytes": traffic.received_bytes}
+
+
+class _Came:
+    """What was exchanged, by the rank that it came to."""
+
+    def __init__(self, exchanged: Any) -> None:
+        self._by_rank: dict[int, list[tuple[int, bytes]]] = {}
+        for source, held in exchanged.sent.items() if isinstance(exchanged, Exchanged) else ():
+            for to, data in held.items():
+                self._by_rank.setdefault(to, []).append((source, data))
+
+    def __getitem__(self, rank: int) -> list[tuple[int, bytes]]:
+        return self._by_rank.get(rank, [])
+
+
+def _next(
+    ranks: int, work: Callable[[int, Any], Any], known: Sequence[Any]
+) -> MergedBytes | Exchanged | Numbers | None:
+    """The collective that follows those that are known, of all ranks; None behind the last one."""
+    left: list[Any] = []
+    for rank in range(ranks):
+        transport = CollectiveRecorder(rank, ranks, known)
+        try:
+            work(rank, transport)
+            return None
+        except _Stop:
+            left.append(transport.left)
+        if isinstance(transport.left, int):
+            return Numbers(transport.left, 0)
+    return MergedBytes(left, transport.combine) if transport.combine else Exchanged(dict(enumerate(left)))
+
+
 def main() -> int:
     """Exit code 1 where a rank takes more than it may."""
     return BENCHMARK.run(__doc__, measured, report, is_within)
 
 
-class IterationNumbers:
+class Numbers:
     """What ranks compare and add: as many numbers on each, whatever they are."""
 
-    def __init__(self, count: int) -> None:
-        self._data = np.array([16, *[0] * count], np.int64).tobytes()
+    def __init__(self, compared: int, added: int) -> None:
+        self._data = np.array([compared, *[0] * (compared + added)], np.int64).tobytes()
 
     def heard(self, rank: int, source: int, size: int) -> bytes:
         """As `Merged.heard`."""
@@ -359,8 +503,7 @@ def iteration(rank: int, ranks: int, counts: int) -> dict[str, Any]:
         ranks: How many there are.
         counts: Token counts that are added up, beside what is said of copies and pieces.
     """
-    transport = PlayedTransport(rank, ranks, [])
-    transport.now = IterationNumbers(16 + counts)
+    transport = PlayedTransport(rank, ranks, [Numbers(16, counts)])
     begun_s = time.thread_time()
     transport.least_and_total([0] * 16, [0] * counts)
     traffic = transport.traffic
@@ -388,7 +531,11 @@ def job(ranks: int, turns: int) -> dict[str, Any]:
     played = Played(ranks)
     chosen = (0, ranks // 4, ranks // 2, ranks - 1)
     messages = {name: iteration(0, ranks, counts) for name, counts in COUNTS.items()}
-    return {"size": ranks, "ranks": [played.real(rank, turns) for rank in chosen], "iteration": messages}
+    agreed = {name: agreement(ranks, work, turns) for name, work in agreements(played.job).items()}
+    return {
+        "size": ranks, "ranks": [played.real(rank, turns) for rank in chosen], "iteration": messages,
+        "agreements": agreed,
+    }  # fmt: skip
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -431,6 +578,27 @@ def report(result: dict[str, Any]) -> list[str]:
         for name, told in one["iteration"].items():
             figures = f"{told['bytes'] / 1e3:.1f}", f"{1e3 * told['cpu_s']:.2f}"
             lines.append(row(one["size"], name, told["messages"], *figures))
+    lines += [
+        "",
+        "## What ranks agree on beside them",
+        "",
+        "On rank 0, the root of the tree. Sizes, room and names once for each start of a process; a failure some ten"
+        " times then, and once for each iteration that is run again; the timeline once a recovery. `before`: at"
+        " 0ee52bef, where each rank got and parsed what all others have.",
+        "",
+        row("ranks", "", "messages", "kB received", "CPU, ms", "kB before", "CPU before, ms"),
+        rule(7),
+    ]
+    for one in result["jobs"]:
+        for name, told in one["agreements"].items():
+            figures = f"{told['bytes'] / 1e3:.1f}", f"{1e3 * told['cpu_s']:.2f}"
+            before = BEFORE_AGREEMENTS.get(name, ("", "")) if one["size"] == max(SIZES) else ("", "")
+            lines.append(row(one["size"], name, told["messages"], *figures, *before))
+    lines += [
+        "",
+        "Sizes that differ on each rank are proportional to what all ranks own: the window of a job is planned from"
+        " them, once for each start.",
+    ]
     calls = "`tests/unit/pretrain/test_store_calls.py`"
     return [*lines, "", f"What nodes and ranks ask of the store while they meet is counted by {calls}."]
 
