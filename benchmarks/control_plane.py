@@ -597,7 +597,7 @@ def report(result: dict[str, Any]) -> list[str]:
     lines += [
         "",
         "Sizes that differ on each rank are proportional to what all ranks own: the window of a job is planned from"
-        " them, once for each start.",
+        " them, once for each start. Names come from rank 0: every other rank receives some 20 bytes of each node.",
     ]
     calls = "`tests/unit/pretrain/test_store_calls.py`"
     return [*lines, "", f"What nodes and ranks ask of the store while they meet is counted by {calls}."]

@@ -74,6 +74,8 @@ def test_a_rank_of_512_takes_no_more_of_a_recovery_than_it_may() -> None:
     for rank in job["ranks"]:
         assert rank["bytes"] <= 100_000 and rank["messages"] <= 110 and rank["peers"] <= 18, rank
         assert rank["inventory_s"] + rank["plan_s"] <= 0.05, rank
+    for name, told in job["agreements"].items():
+        assert told["bytes"] <= (400_000 if "sizes" in name else 40_000) and told["messages"] <= 75, (name, told)
 
 
 def test_what_was_kept_makes_the_pages_that_are_there() -> None:
