@@ -139,7 +139,7 @@ def test_connections_are_made_at_the_address_of_the_interface_of_the_flag(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     for at in ("127.0.0.1", "127.0.0.2"):
-        found = Transports.connected(HashStore(), MoECheckpointConfig(transport=transport), [replace(HERE, address=at)])
+        found = Transports.connected(HashStore(), MoECheckpointConfig(transport=transport), at)
         ends = found.control, found.data, found.patient
         made += ends
         assert all(end.connections.place.startswith(f"{at} ") for end in ends)
