@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,3 +116,16 @@ def test_a_cut_that_is_longer_than_the_read_timeout_costs_no_job(port: int, meet
     assert sorted(one.rank for one in met) == [0, 1]
     for one in (first, cut_off):
         one.shutdown()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("how", ["--master-port=%d", "--rdzv-backend=c10d --rdzv-endpoint=localhost:%d"])
+def test_a_launcher_whose_port_is_taken_says_so_in_one_line(how: str) -> None:
+    with socket.create_server(("", 0), backlog=8) as taken:
+        there = (how % taken.getsockname()[1]).split()
+        command = [sys.executable, "-m", "megatron.pretrain.standby.run", "--nproc-per-node=1", *there, __file__]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("moe-ckpt-run: error: no rendezvous at "))
+    assert "address already in use" in line or "is taken: another process listens there" in line

@@ -33,10 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     outlive_readers()
     refuse_unsupported_versions()
     # Torch takes seconds to import, in which Ctrl-C may come; and what needs Megatron-Core comes once that is skipped.
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import run
 
+    from megatron.pretrain.errors import TrainingFailure
     from megatron.pretrain.rendezvous import BACKEND, register_backend
     from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
@@ -53,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             record(run)(options)
     except SpareNotNeeded:
         pass  # a spare whose job has ended
+    except (DistNetworkError, TrainingFailure) as error:  # such as a port that is taken
+        where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        reason, _, _ = str(error).partition("\n")
+        sys.stderr.write(f"moe-ckpt-run: error: no rendezvous at {where}: {reason}\n")
+        sys.exit(1)
     except NodeExcluded as error:
         sys.stderr.write(f"moe-ckpt-run: {error}\n")
         sys.exit(NODE_LEAVES)
