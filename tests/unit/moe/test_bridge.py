@@ -163,7 +163,7 @@ def test_settings_may_be_a_field_of_the_configuration_of_checkpoints(
     ("field", "said"),
     [
         ({"strategy": "full", "intervall": 3}, "checkpoint.moe_ckpt has --moe-ckpt-intervall 3"),
-        ({"strategy": "full", "interval": "often"}, "checkpoint.moe_ckpt: .*interval.*invalid int value: 'often'"),
+        ({"strategy": "full", "interval": "often"}, "checkpoint.moe_ckpt: .*interval.*invalid auto.int value: 'often'"),
         ({}, "missing strategy"),
     ],
 )

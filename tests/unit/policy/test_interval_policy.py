@@ -154,7 +154,7 @@ def test_the_interval_on_the_command_line_is_a_number_or_auto(capsys: pytest.Cap
     add_flags(parser, MoECheckpointConfig, "checkpoints", prefix=MoECheckpointConfig.PREFIX)
     with pytest.raises(SystemExit):
         parser.parse_args(["--moe-ckpt-interval", "often"])
-    assert "argument --moe-ckpt-interval: invalid int value: 'often'" in capsys.readouterr().err
+    assert "argument --moe-ckpt-interval: invalid auto|int value: 'often'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

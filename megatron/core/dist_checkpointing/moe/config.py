@@ -149,7 +149,7 @@ def _argument_options(field: dataclasses.Field[Any], about: Flag, hint: Any) -> 
 def _value_type(hint: Any) -> tuple[Callable[[str], Any], bool]:
     """The scalar type behind `T`, `T | None`, `T | Literal[WORD]` or `tuple[T, ...]`; whether it takes several values.
 
-    Beside a word it is a function of the type's name, which argparse puts into its errors."""
+    With words it is a function named after all that it takes, which argparse puts into its errors."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
         words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
@@ -165,7 +165,7 @@ def _word_or(kind: type[Any], words: Sequence[str]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         return text if text in words else kind(text)
 
-    parse.__name__ = kind.__name__
+    parse.__name__ = "|".join([*words, kind.__name__])
     return parse
 
 
