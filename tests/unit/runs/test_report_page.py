@@ -252,14 +252,50 @@ def test_a_port_in_use_is_one_line(metrics: Path) -> None:
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FIRST_S = 60
+"""How long a browser may take to start and to print a page without content."""
 
 
 @pytest.fixture(scope="module")
-def browser() -> str:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> str:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (Debian: apt-get install chromium)")
+    if unusable := why_unusable(found, tmp_path_factory.mktemp("browser")):
+        pytest.skip(unusable)
     return found
+
+
+def why_unusable(browser: str, folder: Path) -> str:
+    """Why a browser cannot show pages to these tests; empty if it can.
+
+    Builds that are made for remote control, such as npm's @sparticuz/chromium, start and never end.
+    """
+    try:
+        _looked_at(browser, "<title></title><body></body>", folder, limit_s=FIRST_S)
+    except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        return f"{browser} does not print a page with --dump-dom: {type(error).__name__}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("exec sleep 600", "TimeoutExpired"),
+        ("exit 21", "CalledProcessError"),
+        ("echo '<body></body>'", "AssertionError"),
+        ("""echo '<body data-found="0|0|0">'""", ""),
+    ],
+)
+def test_a_browser_that_prints_no_page_is_passed_over_with_its_reason(
+    does: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_report_page.FIRST_S", 1 if "sleep" in does else 60)
+    program = tmp_path / "chromium"
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o700)
+    reason = f"{program} does not print a page with --dump-dom: {said}"
+    assert why_unusable(str(program), tmp_path) == (reason if said else "")
 
 
 PROBE = """<script>addEventListener('error',e=>document.title='broken: '+e.message);addEventListener('load',()=>{
@@ -270,7 +306,7 @@ getComputedStyle(document.body).backgroundColor,innerWidth].join('|')})</script>
 """Asks the page how it turned out; put into it by the test."""
 
 
-def _looked_at(browser: str, page: str, folder: Path, *flags: str) -> list[str]:
+def _looked_at(browser: str, page: str, folder: Path, *flags: str, limit_s: float = 120) -> list[str]:
     file = folder / "probed.html"
     file.write_text(page.replace("</body>", PROBE + "</body>"))
     command = [
@@ -278,7 +314,7 @@ def _looked_at(browser: str, page: str, folder: Path, *flags: str) -> list[str]:
         f"--user-data-dir={folder / 'profile'}", *flags, "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     environment = os.environ | {"HOME": str(folder)}
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True, env=environment).stdout
     found = re.search(r'data-found="([^"]*)"', shown)
     assert found and "<title>broken" not in shown, shown[:500]
     return found[1].split("|")
