@@ -72,6 +72,7 @@ _MODEL = (
     "--hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.0"
 )
+_NOT_OF_GPT_OSS = ("--swiglu", "--disable-bias-linear")
 _EXPERTS = "--moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
 _TRAINING = (
     "--seq-length 32 --micro-batch-size 1 --train-iters 6 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine "
@@ -90,13 +91,14 @@ _STOCK_EXPERTS = "--moe-router-load-balancing-type aux_loss"
 
 def flags(corpus: str, layout: Layout, *extra: str, distributed: bool = True) -> list[str]:
     """The flags of a small run; `extra` ones win."""
+    model = [flag for flag in _MODEL.split() if flag not in _NOT_OF_GPT_OSS or "--quick-geglu" not in extra]
     stock = [*_STOCK.split(), *_STOCK_EXPERTS.split() * (layout.experts is not None)]
     optimizer = ["--use-distributed-optimizer"] if distributed else []
     data = ["--data-path", corpus]
     return [
         *"--device cpu".split(),
         *layout.flags,
-        *_MODEL.split(),
+        *model,
         *_TRAINING.split(),
         *stock,
         *optimizer,

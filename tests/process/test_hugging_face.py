@@ -50,9 +50,16 @@ FAMILIES["glm4_moe"] = (
     "--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.1 --moe-router-topk 4 --moe-router-topk-scaling-factor 2.5"
 )
+FAMILIES["gpt_oss"] = (
+    f"{GROUPED} --untie-embeddings-and-output-weights --expert-tensor-parallel-size 1 --quick-geglu "
+    "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable --window-size (15,0) "
+    "--window-attn-skip-freq [1,0] --position-embedding-type yarn --rotary-scaling-factor 4 "
+    "--yarn-original-max-position-embeddings 16"
+)
 LAYOUTS = {
     "deepseek_v2": Layout(tp=1, pp=1, ep=2, ranks=2),
     "glm4_moe": Layout(tp=2, pp=1, ep=1, ranks=2),
+    "gpt_oss": Layout(tp=2, pp=1, ep=2, ranks=2),
     "mixtral": Layout(tp=2, pp=1, ep=2, ranks=2),
     "qwen3_moe": Layout(tp=1, pp=2, ep=1, ranks=2),
     "deepseek_v3": Layout(tp=1, pp=1, ep=2, ranks=2),
@@ -79,7 +86,7 @@ class Trained:
     logits: Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=cases(FAMILIES, fast=("mixtral",)))
+@pytest.fixture(scope="module", params=cases(FAMILIES, fast=("mixtral",), full=("gpt_oss",)))
 def trained(request: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two iterations in bf16 under some layout: nothing is as it was initialized, experts' biases neither."""
     family = request.param
