@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from attempts import Cluster
 from effort import cases
 from logits_hooks import logits_written
-from runs import Layout, flags
+from runs import Layout, differences, digest, flags
 from world import World
 
 from moe_ckpt.commands.convert_hf import from_hugging_face
@@ -86,7 +87,7 @@ class Trained:
     logits: Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=cases(FAMILIES, fast=("mixtral",), full=("gpt_oss",)))
+@pytest.fixture(scope="module", params=cases(FAMILIES, fast=("mixtral",)))
 def trained(request: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two iterations in bf16 under some layout: nothing is as it was initialized, experts' biases neither."""
     family = request.param
@@ -140,6 +141,36 @@ def test_transformers_computes_the_logits_of_megatron_from_what_was_exported_and
     assert torch.equal(same, expected)
     padded = trained.logits(tmp_path / "theirs-in-megatron", tokens, tmp_path / "padded", printed["theirs"])
     assert_near(padded[..., :300], computed(loaded(tmp_path / "theirs"), tokens))
+
+
+@pytest.mark.ci
+def test_a_killed_gpt_oss_trains_on_from_hugging_face_and_goes_back_as_the_undisturbed_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    config = transformers.GptOssConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, vocab_size=257,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+                         "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16},
+    )  # fmt: skip
+    given = transformers.GptOssForCausalLM(config).to(torch.bfloat16)
+    given.save_pretrained(tmp_path / "given")
+    printed = imported(tmp_path / "given", tmp_path / "start")
+    job = (*printed, "--expert-tensor-parallel-size", "1", "--bf16", "--load", tmp_path / "start")
+    faults = {"undisturbed": (), "killed": ("--moe-ckpt-inject-fault", "1@4:step")}
+    exported = {name: tmp_path / f"{name}-exported" for name in faults}
+    for name, fault in faults.items():
+        saving = ("--moe-ckpt-strategy", "full", "--save", tmp_path / name)
+        outcomes = cluster.run(LAYOUTS["gpt_oss"], *job, *fault, *saving, job=name)
+        assert any("recovered iteration" in line for line in outcomes[-1].lines) == bool(fault)
+        converted("--to", "hf", tmp_path / name, exported[name])
+    assert not differences(*(digest(tmp_path / name, 6) for name in faults))
+    back = {name: loaded(folder).state_dict() for name, folder in exported.items()}
+    assert back["killed"].keys() == given.state_dict().keys()
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(back["killed"][name], back["undisturbed"][name]), name
+        assert not torch.equal(back["killed"][name], tensor.float()), f"{name} was not trained"
 
 
 def loaded(folder: Path) -> Any:
