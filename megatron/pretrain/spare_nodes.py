@@ -96,6 +96,12 @@ class _Executor(_DistributedRendezvousOpExecutor):
         """Whether the round that is complete is one that this node has just left, for all to meet again."""
         return bool(_noted(state, "trained").get(self._own[0], -1) >= state.round)
 
+    def lost_nodes(self, state: _RendezvousState) -> list[str]:
+        """Names of those that had a place in this round, and lost it since no heartbeat came."""
+        line, trained = _noted(state, "line"), _noted(state, "trained")
+        gone = [name for node, (name, _) in line.items() if node not in state.last_heartbeats]
+        return sorted(name for name in gone if trained.get(name) == state.round)
+
     def _may_join(self, state: _RendezvousState) -> bool:
         settings, is_late = self._settings, time.monotonic() > self.since_s + UNITS_S
         line = self._candidates(state)
@@ -176,6 +182,7 @@ class SpareHandler(NodesHandler):
         self._executor = _Executor(self._this_node, self._state_holder, self._settings)
         self._op_executor = self._executor
         self._trained = False
+        self._reported: list[str] = []
 
     @property
     def _is_full(self) -> bool:
@@ -190,7 +197,16 @@ class SpareHandler(NodesHandler):
     def num_nodes_waiting(self) -> int:
         """As `DynamicRendezvousHandler.num_nodes_waiting`, but nobody waits for a place while there is none."""
         waiting: int = super().num_nodes_waiting()
-        return 0 if self._is_full or not self._executor.waits_for_a_place(self._state_holder.state) else waiting
+        state = self._state_holder.state
+        if self._is_full or not self._executor.waits_for_a_place(state):
+            return 0
+        lost = self._executor.lost_nodes(state)
+        if lost and lost != self._reported:
+            self._reported = lost
+            limit_s = self._settings.keep_alive_interval.total_seconds() * self._settings.keep_alive_max_attempt
+            # Its ranks may be well, and nothing else would say why all of them start again.
+            log.warning("no heartbeat from %s for %g s: replaced; all ranks restart", ", ".join(lost), limit_s)
+        return waiting
 
     def next_rendezvous(self) -> RendezvousInfo:
         """As `NodesHandler.next_rendezvous`.

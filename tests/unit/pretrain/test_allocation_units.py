@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
@@ -274,6 +275,24 @@ def test_a_job_that_cannot_meet_again_ends_with_the_failure_of_a_node_that_train
         monkeypatch.setattr(NodesHandler, "next_rendezvous", meet)
         with pytest.raises(error):
             handler.next_rendezvous()
+
+
+def test_a_node_that_is_replaced_since_its_heartbeat_is_late_is_named_once(
+    play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its ranks may be well: then no other line says why all start again."""
+    backend = Backend()
+    agents = [Agent(f"node-{number}", backend, monkeypatch, unit_nodes=1) for number in range(5)]
+    assert len(play(agents[:4], 0)) == 4
+    play(agents[4:], 0)
+    one = agents[1]
+    handler = SpareHandler(one.node, one.settings, "", HashStore(), one.holder)
+    assert handler.num_nodes_waiting() == 0
+    agents[2].die()
+    play(agents[4:], 0)
+    assert [handler.num_nodes_waiting() for _ in range(3)] == [1, 1, 1]
+    (said,) = caplog.messages
+    assert said == "no heartbeat from node-2 for 86400 s: replaced; all ranks restart"
 
 
 def parsed(*given: str) -> Any:
