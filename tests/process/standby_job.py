@@ -5,8 +5,9 @@ it trains, and each rank `START-RANK` once all stand at one iteration after the 
 pid, the addresses of its weights, and how often its state was filled from a snapshot. Each process that begins with a
 rank leaves `process-RANK-PID`. $KILLS are faults that strike while training is brought back, such as
 `2@1:replay,3@2:connect`: rank 2 in the first recovery, once it has run an iteration again, and rank 3 in the second,
-before it connects. At $STOPS it is stopped in place of killed, and collectives wait no longer than $GROUP_TIMEOUT_S.
-Each rank notes in `replays-RANK` the iterations that it runs again, each of which takes $REPLAY_S more.
+before it connects; with $KILLS_AFTER_S it is killed so long after a replay began, in whatever it does then. At $STOPS
+it is stopped in place of killed, and collectives wait no longer than $GROUP_TIMEOUT_S.
+Each rank notes in `replays-RANK` the start and the iterations that it runs again, each of which takes $REPLAY_S more.
 With KEEP=0 no rank keeps its process. With $LOST_MEMORY an injected fault takes the whole node along, and what it has
 in that folder.
 """
@@ -21,6 +22,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -121,11 +123,22 @@ def held() -> dict[str, int]:
 
 
 def strike(point: str) -> None:
-    """Kill this process if it is to be killed here."""
+    """Kill this process if it is to be killed here, or later in what it does from here on."""
     here = f"{os.environ.get('RANK')}@{os.environ.get('TORCHELASTIC_RESTART_COUNT')}:{point}"
     for name, number in (("KILLS", signal.SIGKILL), ("STOPS", signal.SIGSTOP)):
         if here in os.environ.get(name, "").split(","):
-            os.kill(os.getpid(), number)
+            if after_s := os.environ.get(f"{name}_AFTER_S"):
+                threading.Thread(target=kill_in_replay, args=[float(after_s)], daemon=True).start()
+            else:
+                os.kill(os.getpid(), number)
+
+
+def kill_in_replay(after_s: float) -> None:
+    """Kill this process so long after another rank began to run iterations again."""
+    while not any(FOLDER.glob("replays-*")):
+        time.sleep(0.01)
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def struck(owner: Any, name: str, before: str, after: str) -> None:
@@ -183,7 +196,7 @@ def instrument_manager(kind: Any) -> None:
     def after(manager: Any, *arguments: Any, **options: Any) -> Any:
         if replayed := manager.is_replaying:
             with (FOLDER / f"replays-{os.environ['RANK']}").open("a") as file:
-                file.write(f"{manager.iteration}\n")
+                file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {manager.iteration}\n")
             time.sleep(float(os.environ.get("REPLAY_S", "0")))
         done = after_step(manager, *arguments, **options)
         if replayed:
