@@ -133,6 +133,8 @@ def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_continues_as_one_
 SPARSE = ("sparse", "--moe-ckpt-window", "2")
 SELECTIVE = ("selective", "--moe-ckpt-budget-local", "1B", "--moe-ckpt-budget-remote", "1B")
 FOUR_TWO_FOUR = (shape(4, ep=2), shape(2, ep=2), (1, 2))
+LONG = pytest.mark.timeout(1200)
+"""22 processes import torch and Megatron-Core, on two cores, before others train the same."""
 EIGHT_SIX_EIGHT = (shape(8, ep=2, batch=24), shape(6, ep=2, batch=24), (3, 4))
 
 
@@ -148,8 +150,8 @@ EIGHT_SIX_EIGHT = (shape(8, ep=2, batch=24), shape(6, ep=2, batch=24), (3, 4))
         ),
         pytest.param(FOUR_TWO_FOUR, SELECTIVE, id="4-2-4-selective", marks=pytest.mark.full),
         pytest.param(FOUR_TWO_FOUR, ("pec",), id="4-2-4-pec", marks=pytest.mark.full),
-        pytest.param(EIGHT_SIX_EIGHT, SPARSE, id="8-6-8-sparse", marks=pytest.mark.full),
-        pytest.param(EIGHT_SIX_EIGHT, SELECTIVE, id="8-6-8-selective", marks=pytest.mark.full),
+        pytest.param(EIGHT_SIX_EIGHT, SPARSE, id="8-6-8-sparse", marks=[pytest.mark.full, LONG]),
+        pytest.param(EIGHT_SIX_EIGHT, SELECTIVE, id="8-6-8-selective", marks=[pytest.mark.full, LONG]),
     ],
 )
 def test_a_job_of_parts_of_states_shrinks_and_grows_as_jobs_that_were_started_with_these_sizes(
