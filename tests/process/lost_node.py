@@ -1,4 +1,8 @@
-"""`pretrain_gpt_moe.py` where an injected fault takes the whole node along: agent, ranks, and what is in its memory."""
+"""`pretrain_gpt_moe.py` where an injected fault takes the whole node along: agent, ranks, and what is in its memory.
+
+With $NICE its ranks leave time on few cores to the agents, whose heartbeats others wait for. In the folder $READY, if
+that is set, the first standby of each node leaves a file of its node's name once it can be copied.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,22 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+if "NICE" in os.environ:
+    os.nice(int(os.environ["NICE"]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.runtime import faults
+
+
+def warm_up(argv: Sequence[str], done: Callable[[Sequence[str]], None] = pretrain_gpt_moe.warm_up) -> None:
+    """That of the driver."""
+    done(argv)
+    if "READY" in os.environ:
+        (Path(os.environ["READY"]) / os.environ["MOE_CKPT_NODE"]).touch()
 
 
 def lose_node() -> None:
@@ -29,5 +43,6 @@ def lose_node() -> None:
 
 
 if __name__ == "__main__":
+    pretrain_gpt_moe.warm_up = warm_up
     faults.FaultInjector.__init__.__defaults__ = (lose_node,)
     sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

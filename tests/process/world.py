@@ -184,13 +184,13 @@ class Running:
         pid: int = self._workers[rank][0].pid
         return pid
 
-    def wait(self) -> Outcome:
+    def wait(self, timeout_s: float = HANG_TIMEOUT_S) -> Outcome:
         """The outcome of all ranks. Raises WorkersLost, and ends the world, if one hangs or dies."""
-        deadline, codes = time.monotonic() + HANG_TIMEOUT_S, {}
+        deadline, codes = time.monotonic() + timeout_s, {}
         for rank, (_, connection) in enumerate(self._workers):
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise self._lost(f"rank {rank} did not end within {HANG_TIMEOUT_S:.0f} s; ended: {codes}")
+                    raise self._lost(f"rank {rank} did not end within {timeout_s:.0f} s; ended: {codes}")
                 codes[rank] = connection.recv()
             except (EOFError, ConnectionResetError):
                 raise self._lost(f"the process of rank {rank} died; exit codes so far: {codes}") from None
