@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.pretrain.testing.cpu_device.collectives import one_dtype_at_a_time
-from megatron.pretrain.testing.te_on_cpu.kernels import casts, four_bits, gemm, norms, scales
+from megatron.pretrain.testing.te_on_cpu.kernels import blockwise, casts, four_bits, gemm, norms, numbers, scales
 
 E4M3, E5M2 = 7, 8
 FORMATS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -55,17 +55,17 @@ def eight_bit(*shape: int, dtype: int = E4M3) -> Any:
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_cast_takes_the_nearest_number_of_the_format(dtype: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(FORMATS[dtype]).float()
-    numbers = codes[torch.isfinite(codes)].unique()
+    codes = codes[torch.isfinite(codes)].unique()
     values = torch.cat([drawn(3000) * 10.0**power for power in range(-4, 3)])
-    found = casts.to_eight_bits(values, dtype).view(FORMATS[dtype]).float()
-    nearest = (values.clamp(numbers.min(), numbers.max())[:, None] - numbers).abs().min(1).values
-    torch.testing.assert_close((values.clamp(numbers.min(), numbers.max()) - found).abs(), nearest, rtol=0, atol=0)
+    found = numbers.to_eight_bits(values, dtype).view(FORMATS[dtype]).float()
+    nearest = (values.clamp(codes.min(), codes.max())[:, None] - codes).abs().min(1).values
+    torch.testing.assert_close((values.clamp(codes.min(), codes.max()) - found).abs(), nearest, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
 def test_what_is_too_large_becomes_the_largest_number_and_nan_stays(dtype: int, largest: float) -> None:
     given = torch.tensor([1e9, -1e9, float("inf"), float("-inf"), float("nan"), 0.0])
-    found = casts.to_eight_bits(given, dtype).view(FORMATS[dtype]).float()
+    found = numbers.to_eight_bits(given, dtype).view(FORMATS[dtype]).float()
     assert found[:4].tolist() == [largest, -largest, largest, -largest]
     assert found[4].isnan()
     assert found[5] == 0
@@ -102,16 +102,16 @@ def test_current_scaling_makes_the_largest_value_the_largest_of_the_format() -> 
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan")])
 def test_a_tensor_without_a_finite_largest_value_has_the_scale_one(amax: float) -> None:
-    assert casts.scale_for(torch.tensor([amax]), 448.0, False, 0.0).item() == 1
+    assert numbers.scale_for(torch.tensor([amax]), 448.0, False, 0.0).item() == 1
 
 
 def test_a_tiny_tensor_has_a_finite_scale() -> None:
-    assert torch.isfinite(casts.scale_for(torch.tensor([2e-38]), 448.0, False, 0.0)).all()
+    assert torch.isfinite(numbers.scale_for(torch.tensor([2e-38]), 448.0, False, 0.0)).all()
 
 
 def test_quantizers_of_other_kinds_are_refused_by_name() -> None:
-    other = type("Float8BlockQuantizer", (), {})()
-    with pytest.raises(NotImplementedError, match=r"Float8BlockQuantizer .* --fp8-recipe delayed, tensorwise or mxfp8"):
+    other = type("HybridQuantizer", (), {})()
+    with pytest.raises(NotImplementedError, match=r"HybridQuantizer .* --fp8-recipe delayed, tensorwise, mxfp8 or bl"):
         casts.quantize(drawn(2, 2), other, eight_bit(2, 2))
 
 
@@ -147,6 +147,69 @@ def test_mxfp8_casts_rows_and_columns_from_the_values_each_block_with_the_least_
     assert not torch.equal(by_rows, by_columns)
     assert torch.equal(casts.values_of(into), by_rows)
     assert not vars(into)["_rowwise_scale_inv"][:, 3].any()
+
+
+@dataclasses.dataclass
+class Float8BlockQuantizer:
+    """128 numbers, or 128 times 128, share a scale, as kernels see it."""
+
+    block_scaling_dim: int
+    dtype: int = E4M3
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+
+def in_long_blocks(rows: int, width: int, *, in_squares: bool) -> Any:
+    """A blockwise tensor without values, with scales as Transformer Engine pads them."""
+    down, across = -(-rows // 128), -(-width // 128)
+    sizes = ((down, 4), (across, 4)) if in_squares else ((across, -(-rows // 4) * 4), (down, -(-width // 4) * 4))
+    return SimpleNamespace(
+        _rowwise_data=torch.zeros(rows, width, dtype=torch.uint8),
+        _rowwise_scale_inv=torch.full(sizes[0], 9.0),
+        _columnwise_data=torch.zeros(width, rows, dtype=torch.uint8),
+        _columnwise_scale_inv=torch.full(sizes[1], 9.0),
+        _fp8_dtype=E4M3,
+        _is_2D_scaled=in_squares,
+    )
+
+
+@pytest.mark.parametrize("in_squares", [False, True])
+def test_blockwise_scales_are_the_largest_powers_of_two_with_which_each_block_fits(in_squares: bool) -> None:
+    source, into = drawn(150, 200) * torch.logspace(-4, 4, 200), in_long_blocks(150, 200, in_squares=in_squares)
+    casts.quantize(source, Float8BlockQuantizer(1 + in_squares), into)
+    by_rows, by_columns = casts.values_of(into, by_columns=False), casts.values_of(into, by_columns=True)
+    assert torch.equal(by_rows, by_columns) is in_squares
+    assert torch.equal(casts.values_of(into), by_rows)
+    scales = vars(into)["_rowwise_scale_inv"] if in_squares else vars(into)["_rowwise_scale_inv"].t()
+    high = 128 if in_squares else 1
+    for row in range(0, 150, 64):
+        for column in (0, 128):
+            first = row // high * high
+            largest = source[first : first + high, column : column + 128].abs().max()
+            scale = scales[row // high, column // 128]
+            assert scale * 448 >= largest > scale / 2 * 448
+            block = slice(row, row + 1), slice(column, column + 128)
+            near = torch.maximum(source[block].abs() / 16, scale * 2**-10)
+            assert bool(((by_rows[block] - source[block]).abs() <= near).all())
+    assert not scales[-(-150 // high) :].any(), "beyond the blocks"
+
+
+def test_blockwise_weights_cast_shard_by_shard_are_those_that_are_cast_whole() -> None:
+    source, whole = drawn(150, 200) * torch.logspace(-2, 2, 200), in_long_blocks(150, 200, in_squares=True)
+    casts.quantize(source, Float8BlockQuantizer(2), whole)
+    shards = [(source.view(-1)[start:end], start) for start, end in ((0, 9999), (9999, 30000))]
+    amax, scale, written = torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(2, 4)
+    for shard, start in shards:  # what ranks find, reduced to the largest
+        found = torch.zeros(2, 4)
+        blockwise.fp8_block_scaling_compute_partial_amax(shard, found, 150, 200, start, 128)
+        amax = torch.maximum(amax, found)
+    scales.multi_tensor_compute_scale_and_scale_inv(0, torch.zeros(1), [[amax], [scale], [written]], 448.0, True, 0.0)
+    bytes_of = torch.zeros(30000, dtype=torch.uint8)
+    for shard, start in shards:
+        piece = bytes_of[start : start + shard.numel()]
+        blockwise.fp8_block_scaling_partial_cast(shard, piece, scale, 150, 200, start, 128, E4M3)
+    assert torch.equal(bytes_of.view(150, 200), vars(whole)["_rowwise_data"])
+    assert torch.equal(written[:, :2], vars(whole)["_rowwise_scale_inv"][:, :2])
 
 
 def product(a: Any, b: Any, layout: str) -> torch.Tensor:
@@ -204,7 +267,7 @@ def test_a_norm_writes_eight_bits_from_what_it_computed() -> None:
     wide, _, _ = norms.rmsnorm_fwd(x, weight, 1e-5, None, None, torch.float32, 0, False)
     quantizer, into = Float8Quantizer(), eight_bit(4, 16)
     norms.rmsnorm_fwd(x, weight, 1e-5, into, quantizer, torch.bfloat16, 0, False)
-    assert torch.equal(vars(into)["_data"], casts.to_eight_bits(wide * 4, E4M3))
+    assert torch.equal(vars(into)["_data"], numbers.to_eight_bits(wide * 4, E4M3))
     assert quantizer.amax.item() == wide.abs().max().item()
 
 

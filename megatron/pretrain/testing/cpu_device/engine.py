@@ -109,7 +109,7 @@ PATCHES: tuple[Patch, ...] = (
             always((True, "")),
             "an H100 has no products of these, and the kernels here have",
         )
-        for recipe in ("mxfp8", "nvfp4")
+        for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling")
     ),
     *(
         Patch(

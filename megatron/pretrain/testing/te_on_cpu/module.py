@@ -6,9 +6,18 @@ import enum
 from types import ModuleType
 from typing import Any
 
-from megatron.pretrain.testing.te_on_cpu.kernels import adam, casts, four_bits, gemm, norms, optimizers, scales
+from megatron.pretrain.testing.te_on_cpu.kernels import (
+    adam,
+    blockwise,
+    casts,
+    four_bits,
+    gemm,
+    norms,
+    optimizers,
+    scales,
+)
 
-KERNELS = (norms, gemm, adam, optimizers, casts, four_bits, scales)
+KERNELS = (norms, gemm, adam, optimizers, casts, four_bits, blockwise, scales)
 """Modules whose public functions are kernels, under their own names."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.pretrain.testing.te_on_cpu.kernels.casts import to_eight_bits
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import to_eight_bits
 
 __all__ = ["multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_adam_param_remainder"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.testing.te_on_cpu.kernels import four_bits, mxfp8
-from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, torch_dtype
+from megatron.pretrain.testing.te_on_cpu.kernels import blockwise, four_bits, mxfp8
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, scale_for, to_eight_bits, torch_dtype
 
 __all__ = [
     "bgrad_quantize",
@@ -27,7 +27,9 @@ __all__ = [
     "split_quantize",
 ]
 
-_BLOCKS: dict[str, Any] = {"MXFP8Quantizer": mxfp8, "NVFP4Quantizer": four_bits}
+_BLOCKS: dict[str, Any] = {
+    "MXFP8Quantizer": mxfp8, "NVFP4Quantizer": four_bits, "Float8BlockQuantizer": blockwise,
+}  # fmt: skip
 """By quantizers that take a scale for each block: the module that casts for them."""
 
 
@@ -41,7 +43,8 @@ def quantize(source: torch.Tensor, quantizer: Any, into: Any = None, noop: torch
         noop: Of one element: if it is set, `into` stays as it is.
 
     Raises:
-        NotImplementedError: The quantizer is of another kind than delayed and current scaling, MXFP8 and NVFP4.
+        NotImplementedError: The quantizer is of another kind than delayed and current scaling, MXFP8, NVFP4 and
+            blockwise.
     """
     if into is not None and noop is not None and bool(noop):
         return into
@@ -162,6 +165,7 @@ def values_of(tensor: Any, by_columns: bool | None = None) -> torch.Tensor:
     """
     if hasattr(tensor, "_rowwise_scale_inv"):
         blocks = four_bits if hasattr(tensor, "_fp4_dtype") else mxfp8
+        blocks = blockwise if hasattr(tensor, "_is_2D_scaled") else blocks
         return blocks.values(tensor, tensor._rowwise_data is None if by_columns is None else by_columns)
     if not hasattr(tensor, "_scale_inv"):
         return tensor.float()
@@ -171,39 +175,12 @@ def values_of(tensor: Any, by_columns: bool | None = None) -> torch.Tensor:
     return rows.contiguous().view(torch_dtype(tensor._fp8_dtype)).float() * tensor._scale_inv
 
 
-def to_eight_bits(values: torch.Tensor, dtype: int) -> torch.Tensor:
-    """The bytes of the nearest numbers of the format; what is too large becomes the largest, NaN stays.
-
-    Args:
-        values: The numbers, already scaled.
-        dtype: The format, as a number of Transformer Engine.
-    """
-    largest = LARGEST[int(dtype)]
-    return values.clamp(-largest, largest).to(torch_dtype(dtype)).view(torch.uint8)
-
-
-def scale_for(amax: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
-    """The scale of current scaling: the largest value of the tensor becomes the largest of the format.
-
-    Args:
-        amax: The largest magnitude of the tensor, of one element.
-        largest: The largest number of the format.
-        power_of_two: Whether the scale is rounded down to one.
-        epsilon: The least value that counts as the largest.
-    """
-    amax = amax.clamp(min=epsilon)
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), largest / amax)
-    scale = torch.where(torch.isinf(scale), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
-    if power_of_two:  # the exponent alone
-        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
-    return scale
-
-
 def refuse_other_quantizers(quantizer: Any) -> None:
-    """Raises NotImplementedError for quantizers of other formats than one scale per tensor, MXFP8 and NVFP4."""
+    """Raises NotImplementedError for quantizers of other formats than one scale per tensor or for known blocks."""
     if type(quantizer).__name__ not in ("Float8Quantizer", "Float8CurrentScalingQuantizer", *_BLOCKS):
         raise NotImplementedError(
-            f"{type(quantizer).__name__} has no stand-in for the CPU: use --fp8-recipe delayed, tensorwise or mxfp8"
+            f"{type(quantizer).__name__} has no stand-in for the CPU: use --fp8-recipe delayed, tensorwise, mxfp8 or"
+            " blockwise"
         )
 
 

@@ -27,6 +27,34 @@ def torch_dtype(format: int | torch.dtype) -> torch.dtype:
     return format if isinstance(format, torch.dtype) else _FORMATS[int(format)]
 
 
+def to_eight_bits(values: torch.Tensor, dtype: int) -> torch.Tensor:
+    """The bytes of the nearest numbers of the format; what is too large becomes the largest, NaN stays.
+
+    Args:
+        values: The numbers, already scaled.
+        dtype: The format, as a number of Transformer Engine.
+    """
+    largest = LARGEST[int(dtype)]
+    return values.clamp(-largest, largest).to(torch_dtype(dtype)).view(torch.uint8)
+
+
+def scale_for(amax: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
+    """The scale of current scaling: the largest value of the tensor becomes the largest of the format.
+
+    Args:
+        amax: The largest magnitude of the tensor, of one element.
+        largest: The largest number of the format.
+        power_of_two: Whether the scale is rounded down to one.
+        epsilon: The least value that counts as the largest.
+    """
+    amax = amax.clamp(min=epsilon)
+    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), largest / amax)
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
+    if power_of_two:  # the exponent alone
+        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
+    return scale
+
+
 def tensor_in_blocks(
     kind: Any, light: Any, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, contents: Mapping[str, Any]
 ) -> Any:

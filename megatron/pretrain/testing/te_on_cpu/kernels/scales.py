@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.pretrain.testing.te_on_cpu.kernels.casts import scale_for
-from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, scale_for
 
 __all__ = [
     "fused_amax_and_scale_update_after_reduction",
