@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.moe.megatron_state.quantization import for
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
 from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
 
 RANKS = 4
 
@@ -257,6 +258,15 @@ def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> N
     assert group.grad_reduce_handle is None is group.param_gather_handle
     assert not group.param_gather_dispatched
     assert not vars(part)
+
+
+def test_what_is_offloaded_is_learned_again_by_ranks_that_stay_and_new_ones_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks gather what each offloads at the end of a first iteration: one that stayed would not take part."""
+    monkeypatch.setattr(fine_grained_activation_offload.PipelineOffloadManager, "OFFLOAD_MGR", "learned")
+    as_in_new_process([], SimpleNamespace())
+    assert fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR is None
 
 
 def test_modules_enter_their_scales_again_in_what_is_reduced_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -61,7 +62,7 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
 
     Nothing is under way in the groups of gradient buckets, and none knows yet in which order gradients become ready:
     ranks that reduce gradients together have to do it in one order, and the first iteration of a new process has
-    another one. What the first step asks all ranks (from 0.19 on) is asked again.
+    another one. What the first step asks all ranks (from 0.19 on) is asked again, and which activations are offloaded.
 
     Args:
         chunks: The model chunks of this rank.
@@ -79,7 +80,16 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
         )
     for member in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         vars(member).pop("_has_grad_norm_group_cache", None)
+    forget_offloading()
     drop_auxiliary_losses()
+
+
+def forget_offloading() -> None:
+    """Drop what core has learned of activations that it offloads: its next iteration is to it the first one.
+
+    In that one it lists them in their order, and at its end all ranks of the job gather how much each offloads.
+    """
+    fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 def uses_cuda_graphs(config: Any) -> bool:
