@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -26,10 +27,21 @@ def state_of(state: Any) -> dict[str, torch.Tensor]:
             for field in ("_data", "_transpose", "_scale_inv"):
                 if getattr(weights, field, None) is not None:
                     found[f"{index}.{name}{field}"] = getattr(weights, field)
-            found |= {f"{index}.{name}{field}": piece for field, piece in pieces_in_blocks(weights)}
+            found |= {
+                f"{index}.{name}{field}": _without_padding(weights, field, piece)
+                for field, piece in pieces_in_blocks(weights)
+            }
     for number, group in enumerate(state.optimizer.param_groups):
         found[f"steps of group {number}"] = torch.tensor([group.get("step", 0)])
     return found
+
+
+def _without_padding(weights: Any, field: str, piece: torch.Tensor) -> torch.Tensor:
+    """What Transformer Engine never sets of blockwise scales by columns is left out."""
+    if not hasattr(weights, "_is_2D_scaled") or not field.endswith("scale_inv"):
+        return piece
+    width = weights.shape[0] if "columnwise" in field else weights.shape[1]
+    return piece[:, : -(-width // 128)].contiguous()
 
 
 @contextlib.contextmanager
@@ -274,18 +286,19 @@ def _one_cast_dropped() -> Iterator[None]:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import distrib_optimizer as optimizers
 
-    cast_whole, cast_shards, done = buffers.copy_tensor_to_quantized_param, optimizers.quantize_nvfp4_param_shard, []
+    cast_whole, done = buffers.copy_tensor_to_quantized_param, []
 
     def whole(parameter: Any, source: torch.Tensor) -> None:
         done.append(parameter)
         if len(done) > 1:
             cast_whole(parameter, source)
 
-    def shards(parameters: Any, masters: Any, starts: Any, group: Any) -> None:
-        cast_shards(parameters[1:], masters[1:], starts[1:], group)
+    def shards(cast: Any, parameters: Any, masters: Any, starts: Any, *given: Any) -> None:
+        cast(parameters[1:], masters[1:], starts[1:], *given)
 
-    with (
-        mock.patch.object(buffers, "copy_tensor_to_quantized_param", whole),
-        mock.patch.object(optimizers, "quantize_nvfp4_param_shard", shards),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(buffers, "copy_tensor_to_quantized_param", whole))
+        for name in ("quantize_nvfp4_param_shard", "quantize_param_shard"):
+            dropping = functools.partial(shards, getattr(optimizers, name))
+            stack.enter_context(mock.patch.object(optimizers, name, dropping))
         yield

@@ -1,4 +1,5 @@
-"""Jobs with weights of MXFP8 and NVFP4, by rows and by columns, or scales of attention: killed, they come back."""
+"""Jobs with weights of MXFP8, blockwise FP8 and NVFP4, by rows and by columns, or scales of attention: killed, they
+come back."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ MXFP8 = (
     *(*ENGINE, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
     *("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
 )
+BLOCKWISE = (*ENGINE, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param-gather")
 NVFP4 = (*ENGINE, "--fp4-format", "e2m1", "--fp4-param-gather")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 PAIR, GRID = Layout(pp=1, ep=2, ranks=2), Layout(pp=2, ep=2, ranks=4)
@@ -35,6 +37,7 @@ ATTENTION = (hooks.attention_emulated, partial(configured, fp8_dot_product_atten
     [
         pytest.param((*MXFP8, *OVERLAP), "MXFP8Tensor", id="overlapped"),
         pytest.param(MXFP8, "MXFP8Tensor", id="at once", marks=pytest.mark.ci),
+        pytest.param((*BLOCKWISE, *OVERLAP), "Float8BlockwiseQTensor", id="blockwise"),
         pytest.param((*NVFP4, *OVERLAP), "NVFP4Tensor", id="four bits"),
     ],
 )
@@ -58,6 +61,7 @@ def test_masters_alone_bring_weights_back_by_rows_and_by_columns(
         pytest.param(PAIR, (*MXFP8, *OVERLAP), id="overlapped"),
         pytest.param(GRID, MXFP8, id="two stages", marks=pytest.mark.full),
         pytest.param(PAIR, (*NVFP4, *OVERLAP), id="four bits"),
+        pytest.param(PAIR, (*BLOCKWISE, *OVERLAP), id="blockwise", marks=pytest.mark.full),
     ],
 )
 def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
@@ -78,6 +82,7 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
     ("layout", "model"),
     [
         pytest.param(GRID, (*MXFP8, *OVERLAP, *UNTIED), id="two stages, overlapped"),
+        pytest.param(GRID, (*BLOCKWISE, *OVERLAP, *UNTIED), id="blockwise"),
         pytest.param(PAIR, MXFP8, id="at once", marks=pytest.mark.full),
         pytest.param(Layout(tp=2, pp=1, ep=1, ranks=2), MXFP8, id="tensor parallel", marks=pytest.mark.full),
     ],
