@@ -276,7 +276,7 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
-        "weights of MXFP8 under `sparse`",
+        "weights of MXFP8 and blockwise FP8 under `sparse`",
         Works("tests/process/test_mxfp8.py::test_frozen_operators_run_with_the_weights_that_they_had"),
         _NEEDS_SPARSE,
         _UNTESTED,
