@@ -134,11 +134,11 @@ class Heartbeats:
     def sanitize(self) -> None:
         """In place of the holder's: after each look at the state."""
         state, settings, now_s = self._holder.state, self._holder._settings, time.monotonic()
-        told = state.last_heartbeats
+        beats = state.last_heartbeats
         may_miss_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
-        seen = {node: self._seen.get(node) for node in told}
+        seen = {node: self._seen.get(node) for node in beats}
         self._seen = {
-            node: last if last is not None and last[0] == told[node] else (told[node], now_s)
+            node: last if last is not None and last[0] == beats[node] else (beats[node], now_s)
             for node, last in seen.items()
         }
         least_s = min(may_miss_s, MISSED_MEETING_S) if self._hurries() else may_miss_s
@@ -147,9 +147,9 @@ class Heartbeats:
             for node, (_, since_s) in self._seen.items()
             if now_s - since_s > (may_miss_s if node == self._node else least_s)
         }
-        state.last_heartbeats = {node: _LONG_AGO if node in lost else _FAR_AHEAD for node in told}
+        state.last_heartbeats = {node: _LONG_AGO if node in lost else _FAR_AHEAD for node in beats}
         self._torchs()
-        state.last_heartbeats = {node: told[node] for node in state.last_heartbeats}
+        state.last_heartbeats = {node: beats[node] for node in state.last_heartbeats}
         # Of this node: its clock was set back, and torch would not say again that it is there until that time comes.
         if state.last_heartbeats.get(self._node, _LONG_AGO) > datetime.now(UTC):
             state.last_heartbeats[self._node] = _LONG_AGO
