@@ -99,7 +99,7 @@ $(DOCS_VENV)/.ready: tools/site-requirements.txt
 	touch $@
 
 # Each compares with a peer, gates a release, or makes data of a figure; `--quick` of each is a test.
-BENCHMARKS = api_overhead training_thread planning control_plane transports snapshot every_iteration slow_links replay recovery localized_recovery memory_peaks \
+BENCHMARKS = api_overhead training_thread planning control_plane transports snapshot every_iteration slow_links replay recovery localized_recovery planned_kills memory_peaks \
 	pec_accuracy figure_jobs
 bench: setup
 	for name in $(BENCHMARKS); do $(RUN) -W ignore benchmarks/$$name.py --write || exit 1; done

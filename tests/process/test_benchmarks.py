@@ -22,12 +22,13 @@ ROWS = {
     "replay": "| all but the embedding |",
     "recovery": "| of that with new processes |",
     "localized_recovery": "| PP=2, EP=2 | detection until training is where it was, s |",
+    "planned_kills": "| until training is back |",
     "memory_peaks": "beyond its imports",
     "pec_accuracy": "| 1234 | Dynamic-K | 1 |",
     "figure_jobs": "selective_ablation: ",
 }
 """What each prints at last."""
-LONG = ("slow_links", "recovery", "localized_recovery", "memory_peaks", "pec_accuracy", "figure_jobs")
+LONG = ("slow_links", "recovery", "localized_recovery", "planned_kills", "memory_peaks", "pec_accuracy", "figure_jobs")
 """Of 20 seconds or more on two cores."""
 
 
@@ -92,6 +93,7 @@ PAGES = {
     "slow_links": "slow-links.md",
     "recovery": "recovery.md",
     "localized_recovery": "localized-recovery.md",
+    "planned_kills": "planned-kills.md",
     "memory_peaks": "memory-peaks.md",
     "pec_accuracy": "pec-accuracy.md",
 }

@@ -1,0 +1,64 @@
+"""Recoveries that are predicted and then measured: units, bounds and the null predictor."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import planned_kills
+
+
+def job(name: str, iteration_s: float, *faults: tuple[float, float]) -> dict[str, Any]:
+    """A job whose faults cost so many iterations, and were predicted to; each restart takes 8 s."""
+    each = [{"predicted": told, "again_s": found * iteration_s, "restart_s": 8.0} for found, told in faults]
+    return {"case": name, "iteration_s": iteration_s, "faults": each}
+
+
+CASES = [job("a", 2.0, (3.0, 3.0), (6.0, 5.0)), job("b", 0.5, (2.0, 2.0), (4.4, 4.0)), job("c", 1.0, (1.0, 1.1))]
+
+
+def test_a_fault_is_measured_in_iterations_of_its_own_job_and_bounded_by_the_other_jobs() -> None:
+    first = next(planned_kills.outcomes(CASES, planned_kills.again))
+    assert (first.measured, first.predicted) == (3.0, 3.0)
+    assert first.null == pytest.approx((2.0 + 4.4 + 1.0) / 3)
+    logs = [math.log(found / told) for found, told in ((2.0, 2.0), (4.4, 4.0), (1.0, 1.1))]
+    assert math.sqrt(first.low * first.high) == pytest.approx(3.0 * math.exp(sum(logs) / 3))
+    spread = math.sqrt(sum((one - sum(logs) / 3) ** 2 for one in logs) / 2)
+    assert math.log(first.high / first.low) / 2 == pytest.approx(4.303 * spread * math.sqrt(4 / 3))
+    assert first.is_covered
+
+
+def test_a_restart_is_predicted_to_take_as_long_as_those_of_other_jobs() -> None:
+    found = list(planned_kills.outcomes(CASES, planned_kills.whole))
+    assert [one.predicted for one in found] == pytest.approx([7.0, 9.0, 18.0, 20.0, 9.1])
+    assert [one.measured for one in found] == pytest.approx([7.0, 10.0, 18.0, 20.4, 9.0])
+
+
+def test_a_predictor_that_knows_nothing_wins_where_ours_is_wrong() -> None:
+    assert planned_kills.beats(list(planned_kills.outcomes(CASES, planned_kills.again)))
+    wrong = [job(name, 1.0, (3.0, told), (3.1, told)) for name, told in (("a", 1.0), ("b", 9.0))]
+    assert not planned_kills.beats(list(planned_kills.outcomes(wrong, planned_kills.again)))
+
+
+def test_the_unit_is_what_the_same_processes_train_once_and_warm() -> None:
+    lines: list[dict[str, Any]] = [{"iteration": at, "iteration_time_s": 9.0 if at < 5 else 1.0} for at in range(1, 9)]
+    lines += [{"recovery": {}}, {"iteration": 7, "iteration_time_s": 7.0}, {"iteration": 8, "iteration_time_s": 7.0}]
+    lines += [{"iteration": at, "iteration_time_s": 5.0 if at < 11 else 1.0} for at in range(9, 13)]
+    assert planned_kills.iteration_s(lines) == 1.0
+
+
+def test_what_is_predicted_is_what_the_plan_says_where_the_fault_lies_in_the_interval() -> None:
+    def told(case: str, fault: str) -> float:
+        layout, strategy, _ = planned_kills.CASES[case]
+        return planned_kills.predicted(planned_kills.SMALL, layout, strategy, fault)
+
+    assert told("PP=2, `full`, I=6", "1@15:forward-backward") == pytest.approx(2)
+    assert told("PP=2, `full`, I=6", "1@17:forward-backward") == pytest.approx(4)
+    alone, all_stages = (told(f"PP=2, `sparse`, W=4{which}", "1@15:step") for which in ("", ", all stages"))
+    assert alone < all_stages < 5
