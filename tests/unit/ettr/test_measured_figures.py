@@ -128,10 +128,13 @@ def campaign() -> dict[str, Any]:
 
 def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure, "RESULTS", tmp_path)
-    (tmp_path / moc_fig14.FILE).write_text(json.dumps(campaign()))
+    found_runs = campaign()
+    found_runs["runs"].append(found_runs["runs"][0] | {"seed": 3, "loss": 9.0, "validation": [[10, 9.0], [20, 9.0]]})
+    (tmp_path / moc_fig14.FILE).write_text(json.dumps(found_runs))
     moc_fig14.runs.cache_clear()
     try:
         assert moc_fig14.deviation() == pytest.approx((-0.01, 0.02))
+        assert moc_fig14.curve("fault-free") == moc_fig14.curve("full")  # from the seeds of all strategies
         assert moc_fig14.curve("full") == [(10, pytest.approx(3.15)), (20, pytest.approx(2.15))]
         found = moc_fig14.figure()
         assert [row[0] for row in found.report.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
