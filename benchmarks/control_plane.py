@@ -122,7 +122,9 @@ class PlayedTransport(TcpTransport):
         collectives: In their order: values of runs of ranks, or what ranks exchange.
     """
 
-    def __init__(self, rank: int, world_size: int, collectives: Sequence[Merged[Any] | Exchanged | Numbers]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, collectives: Sequence[Merged[Any] | Exchanged | PlayedNumbers]
+    ) -> None:
         self.rank, self.world_size, self.timeout_s, self.traffic = rank, world_size, 60.0, Traffic()
         self.connections = cast("Any", self)
         self._collectives, self.now = iter(collectives), cast("Any", None)
@@ -472,7 +474,7 @@ class _Came:
 
 def _next(
     ranks: int, work: Callable[[int, Any], Any], known: Sequence[Any]
-) -> MergedBytes | Exchanged | Numbers | None:
+) -> MergedBytes | Exchanged | PlayedNumbers | None:
     """The collective that follows those that are known, of all ranks; None behind the last one."""
     left: list[Any] = []
     for rank in range(ranks):
@@ -483,7 +485,7 @@ def _next(
         except _Stop:
             left.append(transport.left)
         if isinstance(transport.left, int):
-            return Numbers(transport.left, 0)
+            return PlayedNumbers(transport.left, 0)
     return MergedBytes(left, transport.combine) if transport.combine else Exchanged(dict(enumerate(left)))
 
 
@@ -492,7 +494,7 @@ def main() -> int:
     return BENCHMARK.run(__doc__, measured, report, is_within)
 
 
-class Numbers:
+class PlayedNumbers:
     """What ranks compare and add: as many numbers on each, whatever they are."""
 
     def __init__(self, compared: int, added: int) -> None:
@@ -511,7 +513,7 @@ def iteration(rank: int, ranks: int, counts: int) -> dict[str, Any]:
         ranks: How many there are.
         counts: Token counts that are added up, beside what is said of copies and pieces.
     """
-    transport = PlayedTransport(rank, ranks, [Numbers(16, counts)])
+    transport = PlayedTransport(rank, ranks, [PlayedNumbers(16, counts)])
     begun_s = time.thread_time()
     transport.least_and_total([0] * 16, [0] * counts)
     traffic = transport.traffic

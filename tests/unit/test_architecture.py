@@ -158,7 +158,7 @@ ROWS = {
     ),
     "benchmarks": Row(
         "types ports policy storage replication megatron_state replay recovery snapshot runtime strategies config"
-        " boot_clock",
+        " boot_clock errors",
         "lm_resiliency megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch",
         "hugging_face simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
