@@ -73,7 +73,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
             is_full = state.complete and len(state.participants) >= context.settings.max_nodes
             if is_full and not state.closed and context.node in state.wait_list:
                 return _Action.ADD_TO_REDUNDANCY_LIST
-            # Not full, as an elastic job with fewer whole units: torch leaves this node in the list of those that wait.
+            # Not full, as an elastic job with fewer whole units: torch leaves this node in the list of waiting ones.
             if state.complete and context.node not in state.participants and not self._was_in_round(state):
                 self.was_redundant = True
             action = state_handler(context, deadline)
@@ -97,7 +97,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
         return bool(_noted(state, "trained").get(self._own[0], -1) >= state.round)
 
     def lost_nodes(self, state: _RendezvousState) -> list[str]:
-        """Names of those that had a place in this round, and lost it since no heartbeat came."""
+        """Names of nodes that had a place in this round, and lost it since no heartbeat came."""
         line, trained = _noted(state, "line"), _noted(state, "trained")
         gone = [name for node, (name, _) in line.items() if node not in state.last_heartbeats]
         return sorted(name for name in gone if trained.get(name) == state.round)

@@ -195,7 +195,7 @@ def own_agents(standbys: int, hygiene: HealthOptions) -> Iterator[None]:
         hygiene: When ranks are ended, and when a node leaves the job.
     """
     own, torchs = launcher.LocalElasticAgent, processes._terminate_process_handler
-    # What is ignored stays so, such as SIGHUP below `nohup`.
+    # Ignored signals stay so, such as SIGHUP below `nohup`.
     handlers = {number: signal.getsignal(number) for number in _ENDING}
     before = {number: one for number, one in handlers.items() if one not in (signal.SIG_IGN, None)}
     for number in before:

@@ -28,7 +28,7 @@ def torch_dtype(format: int | torch.dtype) -> torch.dtype:
 
 
 def to_eight_bits(values: torch.Tensor, dtype: int) -> torch.Tensor:
-    """The bytes of the nearest numbers of the format; what is too large becomes the largest, NaN stays.
+    """The bytes of the nearest numbers of the format; larger ones become the largest, NaN stays.
 
     Args:
         values: The numbers, already scaled.
