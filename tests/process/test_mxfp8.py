@@ -84,7 +84,6 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
         pytest.param(GRID, (*MXFP8, *OVERLAP, *UNTIED), id="two stages, overlapped"),
         pytest.param(GRID, (*BLOCKWISE, *OVERLAP, *UNTIED), id="blockwise"),
         pytest.param(PAIR, MXFP8, id="at once", marks=pytest.mark.full),
-        pytest.param(Layout(tp=2, pp=1, ep=1, ranks=2), MXFP8, id="tensor parallel", marks=pytest.mark.full),
     ],
 )
 def test_frozen_operators_run_with_the_weights_that_they_had(

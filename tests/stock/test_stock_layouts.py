@@ -1,8 +1,14 @@
-"""Context parallelism, and experts that tensor parallelism cuts otherwise than the rest: killed and brought back."""
+"""Context parallelism, experts that tensor parallelism cuts otherwise than the rest, and several instances of the
+distributed optimizer: killed and brought back."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from context_hooks import gathered_context
@@ -19,6 +25,30 @@ EXPERTS_CUT = Shape(ranks=4, pp=1, ep=2, more=("--expert-tensor-parallel-size", 
 """Attention is whole on each rank. That attention is cut and experts are not, `TENSOR_PARALLEL` has."""
 
 
+@contextlib.contextmanager
+def ranks_rearranged() -> Iterator[None]:
+    """In place of einops, with which core cuts groups into instances, and which need not be installed here."""
+    from megatron.core import parallel_state
+
+    def rearrange(ranks: Any, _: str, **sizes: int) -> Any:
+        many, size, inner = (sizes[name] for name in "lsu")
+        return ranks.reshape(many, size, inner).transpose(0, 2, 1).reshape(-1, size)
+
+    einops = SimpleNamespace(rearrange=rearrange)
+    with mock.patch.multiple(parallel_state, create=True, HAVE_EINOPS=True, einops=einops):
+        yield
+
+
+INSTANCES = Shape(
+    ranks=4,
+    pp=1,
+    ep=2,
+    more=("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce", "--overlap-param-gather"),
+    hooks=(ranks_rearranged,),
+)
+"""Two ranks share out the state of the rest, and each has that of its experts alone."""
+
+
 @pytest.mark.parametrize(
     ("shape", "protection", "fault"),
     [
@@ -26,6 +56,8 @@ EXPERTS_CUT = Shape(ranks=4, pp=1, ep=2, more=("--expert-tensor-parallel-size", 
         pytest.param(CONTEXT, FULL, "2@4:forward-backward", id="context-full", marks=pytest.mark.full),
         pytest.param(EXPERTS_CUT, SPARSE, "1@5:step", id="experts-cut-sparse", marks=pytest.mark.ci),
         pytest.param(EXPERTS_CUT, FULL, "3@4:forward-backward", id="experts-cut-full", marks=pytest.mark.full),
+        pytest.param(INSTANCES, SPARSE, "2@5:step", id="instances-sparse", marks=pytest.mark.ci),
+        pytest.param(INSTANCES, FULL, "3@4:forward-backward", id="instances-full", marks=pytest.mark.full),
     ],
 )
 def test_a_killed_job_of_this_layout_ends_as_the_undisturbed_one(

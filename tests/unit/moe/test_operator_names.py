@@ -203,6 +203,16 @@ def test_context_parallel_ranks_share_what_data_parallel_ranks_share() -> None:
     assert holders(topology, 1, ShardSpread(DENSE, partitioned=True, sharded=True)) == (1,)
 
 
+def test_instances_of_the_distributed_optimizer_hold_the_same_shards() -> None:
+    topology = Topology(16, tp=2, pp=2, ep=2, instances=2)
+    assert holders(topology, 5, ShardSpread(DENSE, partitioned=True, sharded=True)) == (1, 5)
+    assert holders(topology, 7, ShardSpread(DENSE, partitioned=True, sharded=True)) == (3, 7)
+    assert holders(topology, 5, ShardSpread(EXPERT, partitioned=True, sharded=True)) == (1, 5)
+    assert holders(topology, 5, ShardSpread(DENSE, partitioned=True, sharded=False)) == (1, 3, 5, 7)
+    context = Topology(8, cp=2, ep=2, instances=2)
+    assert holders(context, 1, ShardSpread(DENSE, partitioned=True, sharded=True)) == (1, 5)
+
+
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda span: (span[0], sum(span))), max_size=6)
 
 

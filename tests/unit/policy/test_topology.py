@@ -83,6 +83,25 @@ def test_peers_are_the_groups_over_which_the_distributed_optimizer_shards(topolo
         assert all(topology.expert_data_parallel_peers(rank) == tuple(ranks) for rank in ranks)
 
 
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_shards_are_those_of_the_groups_that_each_instance_of_the_distributed_optimizer_has(instances: int) -> None:
+    """As `initialize_model_parallel` cuts these groups: into as many stretches as there are instances."""
+    topology = Topology(32, tp=2, cp=2, ep=2, etp=1, instances=instances)
+    dense = RankGenerator(topology.tp, 1, topology.dp, topology.pp, topology.cp, MEGATRON_ORDER)
+    routed = RankGenerator(topology.expert_tp, topology.ep, topology.edp, topology.pp, 1, MEGATRON_ORDER)
+    for generator, token, is_expert in ((dense, "dp-cp", False), (routed, "dp", True)):
+        for ranks in generator.get_ranks(token):
+            found = [topology.shard_of(topology.coordinates(rank), is_expert=is_expert) for rank in ranks]
+            assert found == [*range(len(ranks) // instances)] * instances
+
+
+def test_instances_have_to_divide_the_data_parallel_ranks() -> None:
+    with pytest.raises(UsageError, match="data-parallel ranks of experts = 2 is not a multiple of instances 4"):
+        Topology(8, ep=4, instances=4)
+    with pytest.raises(UsageError, match="cp x dp = 8 is not a multiple of instances 3"):
+        Topology(8, instances=3)
+
+
 def test_expert_tensor_parallelism_is_tensor_parallelism_unless_given() -> None:
     assert Topology(8, tp=4).expert_tp == 4
     assert Topology(8, tp=4, etp=1).expert_tp == 1

@@ -352,6 +352,18 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
+        "`sparse` with `--fine-grained-activation-offloading`",
+        Works("tests/process/test_offloaded_activations.py::test_a_stage_that_replays_alone_offloads_alone"),
+        _NEEDS_SPARSE,
+        _UNTESTED,
+    ),
+    Feature(
+        "`--num-distributed-optimizer-instances`",
+        Works(f"{_STOCK}layouts.py::test_a_killed_job_of_this_layout_ends_as_the_undisturbed_one"),
+        _UNTESTED,
+        _UNTESTED,
+    ),
+    Feature(
         "`--optimizer-cpu-offload`",
         Works(f"{_STOCK}offloading.py::test_a_killed_job_whose_optimizer_is_on_the_host_ends_as_the_undisturbed_one"),
         _UNTESTED,

@@ -92,6 +92,18 @@ def forget_offloading() -> None:
     fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
+@contextlib.contextmanager
+def offloading_alone() -> Iterator[None]:
+    """A block with one iteration in which core offloads other activations than in training, maybe on some ranks only.
+
+    Core learns of them in it as in a first iteration, asks no other ranks, and has forgotten them behind the block.
+    """
+    forget_offloading()
+    with replaced(fine_grained_activation_offload, print_offload_summary_table=lambda _: None):
+        yield
+    forget_offloading()
+
+
 def uses_cuda_graphs(config: Any) -> bool:
     """Whether a model of this configuration runs kernels that were captured in an earlier iteration."""
     return getattr(config, "cuda_graph_impl", "none") != "none" or bool(getattr(config, "enable_cuda_graph", False))

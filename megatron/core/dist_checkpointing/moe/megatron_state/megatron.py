@@ -73,6 +73,7 @@ def read_topology(ranks_per_node: int) -> Topology:
     Raises:
         UsageError: Its ranks are not in Megatron's default order.
     """
+    across = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     topology = Topology(
         world_size=torch.distributed.get_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -82,6 +83,7 @@ def read_topology(ranks_per_node: int) -> Topology:
         ep=parallel_state.get_expert_model_parallel_world_size(),
         etp=parallel_state.get_expert_tensor_parallel_world_size(),
         ranks_per_node=ranks_per_node,
+        instances=1 if across is None else across.size(),
     )
     expected = topology.coordinates(torch.distributed.get_rank())
     live = Coordinates(

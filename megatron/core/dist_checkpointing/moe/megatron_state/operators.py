@@ -153,14 +153,12 @@ def holders(topology: Topology, rank: int, spread: ShardSpread) -> tuple[int, ..
     def holds(other: int) -> bool:
         there = topology.coordinates(other)
         # Other expert-parallel ranks hold other experts; to the rest of the model they are data-parallel ranks.
-        if spread.is_expert:
-            same_partition, same_shard = there.etp == here.etp, there.edp == here.edp
-        else:
-            same_partition, same_shard = there.tp == here.tp, (there.cp, there.dp) == (here.cp, here.dp)
+        same_partition = there.etp == here.etp if spread.is_expert else there.tp == here.tp
+        theirs, ours = (topology.shard_of(one, is_expert=spread.is_expert) for one in (there, here))
         # Cut over ranks: the same piece is on the ranks of the same place in the cut. Whole: it is on all of them.
         return (
             (same_partition or not spread.partitioned)
-            and (same_shard or not spread.sharded)
+            and (theirs == ours or not spread.sharded)
             and (there.ep == here.ep or not spread.is_expert)
         )
 

@@ -346,7 +346,6 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
         "quantizers of its own": "custom" in (config.fp8 and config.fp8_recipe, config.fp4 and config.fp4_recipe),
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
-        "several instances of the distributed optimizer": wrapping.num_distributed_optimizer_instances > 1,
         "an expert-tensor-parallel size of its own and no expert parallelism": bool(config.num_moe_experts) and astray,
     }
     yield from (reason for reason, applies in found.items() if applies)

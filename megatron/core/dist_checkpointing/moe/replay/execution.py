@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
 from ..core_versions.seams import require_seams
-from ..core_versions.training import has_norm_of_its_own, skips_for_norm
+from ..core_versions.training import has_norm_of_its_own, offloading_alone, skips_for_norm
 from ..errors import UsageError
 from ..megatron_state.module_tree import gpt_operators, is_plain_gpt, layers_ahead
 from ..megatron_state.optimizer_state import members_by_layer
@@ -101,6 +101,7 @@ class LiveExecution:
             self._until_next.enter_context(journaled)
         if alone:
             self._until_next.enter_context(journaled_tokens(self._chunks, step))
+        self._until_next.enter_context(offloading_alone())
         # From the operators of all ranks, not from this one's parameters: a backward pass has collectives.
         lowest = lowest_active_layer(unwrap_model(self._chunks[0]).config, operators)
         for chunk in self._chunks:
@@ -162,7 +163,7 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
     """
     found = {
         # These compute or move by a schedule of their own what a frozen operator no longer has.
-        "activations offloaded to the CPU": config.cpu_offloading or config.fine_grained_activation_offloading,
+        "layers whose activations Transformer Engine offloads": config.cpu_offloading,
         "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
         # Where they overflow the passes are run again in another way; frozen operators keep fewer of them.
         "activations kept in pages": getattr(config, "moe_paged_stash", False),
@@ -315,12 +316,14 @@ def _flow_everywhere(config: Any) -> bool:
     A recomputed router counts tokens only when it runs again in the backward pass, and a recomputed layer needs
     an input with a gradient to run at all. Compiled fusions are compiled again where nothing requires a gradient, and
     may then draw other random numbers. Delayed scaling notes the largest gradient of each layer, and takes new scales
-    at the end of a backward pass, which is where the lowest layer's is.
+    at the end of a backward pass, which is where the lowest layer's is. Offloaded activations come back in the backward
+    pass of the layer above.
     """
     recomputed = config.recompute_granularity == "full" or (
         config.recompute_granularity == "selective" and "moe" in config.recompute_modules
     )
-    return bool(recomputed or config.bias_dropout_fusion or keeps_scales(config))
+    offloaded = config.fine_grained_activation_offloading
+    return bool(recomputed or offloaded or config.bias_dropout_fusion or keeps_scales(config))
 
 
 def _entrances(model: Any) -> list[tuple[int, torch.nn.Module]]:

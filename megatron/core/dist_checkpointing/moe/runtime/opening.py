@@ -259,6 +259,8 @@ def parallel_layout(topology: Topology, shard: str) -> dict[str, Any]:
     """
     names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
     layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
+    # Only where it is not the default, as snapshots of before do not say it.
+    layout |= {"instances": topology.instances} if topology.instances > 1 else {}
     return layout if shard == "none" else layout | {"shard": shard}
 
 

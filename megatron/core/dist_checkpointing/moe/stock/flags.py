@@ -205,6 +205,11 @@ def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Itera
                 f"--{name.replace('_', '-')} does not go with --moe-ckpt-elastic {config.elastic}: each batch would"
                 " have to divide under each number of replicas; train with one --global-batch-size"
             )
+    if (instances := getattr(args, "num_distributed_optimizer_instances", 1)) > 1:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not go with --moe-ckpt-elastic {config.elastic}:"
+            " each number of replicas would have to divide by it; use 1"
+        )
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     experts = (getattr(args, "expert_tensor_parallel_size", None) or tp) * args.expert_model_parallel_size
     yield from inelastic(
@@ -273,6 +278,12 @@ _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),
     ("optimizer_cpu_offload", bool, "operators of an optimizer on the host cannot be frozen; use full or pec"),
+    (
+        "cpu_offloading_num_layers",
+        bool,
+        "Transformer Engine counts backward passes of layers, of which a replay skips some; use"
+        " --fine-grained-activation-offloading, or full or pec",
+    ),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
     ("moe_paged_stash", bool, "what frozen operators do not keep cannot overflow as in training; use full or pec"),
 )

@@ -30,7 +30,8 @@ class Topology:
     Degrees are Megatron's: `tp` tensor, `pp` pipeline, `vpp` virtual stages per pipeline rank, `cp` context, `ep`
     expert, `etp` expert-tensor parallelism (None: as `tp`). `nodes` gives the node of each rank where it is not
     `rank // ranks_per_node`, as after a spare has replaced a node; `units` the allocation unit of each rank's node,
-    such as a rack, where several nodes are lost as one.
+    such as a rack, where several nodes are lost as one. `instances` is `--num-distributed-optimizer-instances`: so many
+    sets of data-parallel ranks each have the whole optimizer state.
     Raises UsageError for degrees that do not divide the world.
     """
 
@@ -44,6 +45,7 @@ class Topology:
     ranks_per_node: int = 8
     nodes: tuple[int, ...] | None = None
     units: tuple[int, ...] | None = None
+    instances: int = 1
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "ranks_per_node"):
@@ -56,6 +58,9 @@ class Topology:
                     f"world_size {self.world_size} is not a multiple of {dense} = {product}: choose degrees whose"
                     " product divides it"
                 )
+        for data, ranks in (("cp x dp", self.cp * self.dp), ("data-parallel ranks of experts", self.edp)):
+            if ranks % self.instances:
+                raise UsageError(f"{data} = {ranks} is not a multiple of instances {self.instances}: choose a divisor")
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"vpp is {self.vpp} with pp 1: virtual stages need at least 2 pipeline stages")
         if self.nodes is not None and len(self.nodes) != self.world_size:
@@ -84,6 +89,16 @@ class Topology:
     def ranks_per_stage(self) -> int:
         """Ranks with the same pipeline rank."""
         return self.world_size // self.pp
+
+    def shard_of(self, at: Coordinates, *, is_expert: bool) -> int:
+        """Which shard of the distributed optimizer's state a rank has.
+
+        Args:
+            at: Its position.
+            is_expert: Of the state of experts, else of the rest.
+        """
+        position, ranks = (at.edp, self.edp) if is_expert else (at.dp * self.cp + at.cp, self.dp * self.cp)
+        return position % (ranks // self.instances)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Position of `rank`. Raises IndexError for a rank that does not exist."""
