@@ -12,7 +12,7 @@ from attempts import Cluster
 from runs import Launch, Layout, Start, differences, digest, flags
 from torch.distributed import TCPStore
 
-from megatron.pretrain.standby.spares import KEY
+from megatron.pretrain.standby.meeting import KEY
 
 NODES, EACH = 8, 4
 LAYOUT = Layout(pp=4, ep=4, ranks=NODES * EACH)
