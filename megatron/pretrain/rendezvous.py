@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -60,15 +60,17 @@ class NodesHandler(DynamicRendezvousHandler):
 
     kept: Store | None = None
     _is_cut_off = False
-    _has_met, _meets_since_s = False, float("-inf")
+    _trained_nodes: Collection[Any] = ()
+    _meets_since_s = float("-inf")
 
     def __init__(self, node: Any, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
         super().__init__(node, settings, backend_name, store, state_holder)
-        state_holder._sanitize = Heartbeats(state_holder, node, self._begins_to_meet).sanitize
+        state_holder._sanitize = Heartbeats(state_holder, node, self._hurried).sanitize
 
-    def _begins_to_meet(self) -> bool:
-        """Whether few nodes that have trained have just begun to meet again."""
-        return time.monotonic() < self._meets_since_s + MISSED_S and self._settings.max_nodes <= FEW_NODES
+    def _hurried(self) -> Collection[Any]:
+        """Nodes that have trained, where they are few and have just begun to meet again."""
+        begins = time.monotonic() < self._meets_since_s + MISSED_S
+        return self._trained_nodes if begins and self._settings.max_nodes <= FEW_NODES else ()
 
     def get_backend(self) -> str:
         """As `DynamicRendezvousHandler.get_backend`."""
@@ -105,11 +107,11 @@ class NodesHandler(DynamicRendezvousHandler):
         pause_s, holder = min(1.0, self._settings.max_nodes / POLLS_PER_S), self._state_holder
         kept_s, holder._cache_duration = holder._cache_duration, pause_s
         # At the first start nobody has left: whoever is late there is starting.
-        self._meets_since_s = time.monotonic() if self._has_met else self._meets_since_s
+        self._meets_since_s = time.monotonic() if self._trained_nodes else self._meets_since_s
         try:
             with pausing_at_most(pause_s):
                 met = super().next_rendezvous()
-            self._has_met = True
+            self._trained_nodes = frozenset(holder.state.participants)
             return met
         finally:
             holder._cache_duration, self._meets_since_s = kept_s, float("-inf")
@@ -124,11 +126,11 @@ class Heartbeats:
     Args:
         holder: Torch's, of the state of a rendezvous.
         node: This node's key in it.
-        hurries: Whether `MISSED_MEETING_S` counts for the others.
+        hurried: Gives the nodes for which `MISSED_MEETING_S` counts; a spare may be late, as its standby starts.
     """
 
-    def __init__(self, holder: Any, node: Any, hurries: Callable[[], bool]) -> None:
-        self._holder, self._node, self._torchs, self._hurries = holder, node, holder._sanitize, hurries
+    def __init__(self, holder: Any, node: Any, hurried: Callable[[], Collection[Any]]) -> None:
+        self._holder, self._node, self._torchs, self._hurried = holder, node, holder._sanitize, hurried
         self._seen: dict[Any, tuple[datetime, float]] = {}
 
     def sanitize(self) -> None:
@@ -141,12 +143,8 @@ class Heartbeats:
             node: last if last is not None and last[0] == beats[node] else (beats[node], now_s)
             for node, last in seen.items()
         }
-        least_s = min(may_miss_s, MISSED_MEETING_S) if self._hurries() else may_miss_s
-        lost = {
-            node
-            for node, (_, since_s) in self._seen.items()
-            if now_s - since_s > (may_miss_s if node == self._node else least_s)
-        }
+        soon = {node: min(may_miss_s, MISSED_MEETING_S) for node in self._hurried() if node != self._node}
+        lost = {node for node, (_, since_s) in self._seen.items() if now_s - since_s > soon.get(node, may_miss_s)}
         state.last_heartbeats = {node: _LONG_AGO if node in lost else _FAR_AHEAD for node in beats}
         self._torchs()
         state.last_heartbeats = {node: beats[node] for node in state.last_heartbeats}

@@ -74,16 +74,16 @@ def test_a_node_whose_clock_is_off_stays_for_as_long_as_it_is_heard_of(
     assert nodes.lost() == {"there"}
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "starts"])
+@pytest.mark.parametrize(("trained", "spare"), [(True, None), (True, THERE), (False, None)])
 def test_a_node_without_heartbeats_is_lost_sooner_where_few_that_trained_meet_again(
-    trained: bool, monkeypatch: pytest.MonkeyPatch
+    trained: bool, spare: _NodeDesc | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(monkeypatch)
     assert not nodes.lost()
     if trained:
-        vars(nodes.handler).update(_meets_since_s=nodes.now_s)
+        vars(nodes.handler).update(_meets_since_s=nodes.now_s, _trained_nodes={HERE, THERE} - {spare})
     nodes.says(HERE)
-    assert nodes.lost(MISSED_MEETING_S + 0.01) == ({"there"} if trained else set())
+    assert nodes.lost(MISSED_MEETING_S + 0.01) == ({"there"} if trained and spare is None else set())
 
 
 def test_a_node_that_did_not_look_for_long_loses_nobody_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
