@@ -13,9 +13,10 @@ from megatron.core.dist_checkpointing.moe.errors import (
     UnreadableCheckpoint,
     UsageError,
     format_error,
+    ranks_named,
 )
 from megatron.core.dist_checkpointing.moe.ports import StoreFailure
-from megatron.core.dist_checkpointing.moe.replication.agreement import of_first, raise_on_all_ranks, ranks_named
+from megatron.core.dist_checkpointing.moe.replication.agreement import of_first, raise_on_all_ranks
 
 KINDS = (UnreadableCheckpoint, StoreFailure)
 

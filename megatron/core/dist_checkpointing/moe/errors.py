@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
+NAMED_RANKS = 8
+"""Of so many ranks a message tells the numbers; of the others how many they are."""
 
 
 class MoECheckpointError(Exception):
@@ -24,6 +27,17 @@ def reason(error: OSError) -> str:
     if error.errno in NO_SPACE:
         return f"{said}: it is full; free space there, or use another folder"
     return f"{said}; check its permissions" if error.errno in _NO_RIGHT else said
+
+
+def ranks_named(ranks: Sequence[int], count: int = 0) -> str:
+    """Such as `rank 3`, `ranks 3, 7` or `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more`.
+
+    Args:
+        ranks: The first ones, ascending.
+        count: How many there are; 0: no more than these.
+    """
+    named, more = ranks[:NAMED_RANKS], max(count, len(ranks)) - len(ranks[:NAMED_RANKS])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, named))}{f' and {more} more' if more else ''}"
 
 
 class UsageError(MoECheckpointError):

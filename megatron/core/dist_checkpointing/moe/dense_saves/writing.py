@@ -27,14 +27,11 @@ from moe_ckpt.dense.integrity import FileSum, decode, encode, file_sum
 from moe_ckpt.dense.names import SUMS_BYTES
 
 from ..core_versions.training import replaced
-from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
+from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error, ranks_named
 from ..storage.manifest import is_keyed, use_secret
 from ..storage.small_files import read_secret, read_small
 
 # Outcomes that all ranks share: what fails on one rank is raised on all of them, with the same words.
-
-_NAMED = 8
-"""Of so many ranks that failed the numbers are told; of the others how many they are."""
 
 
 class RankFailure(Exception):
@@ -82,8 +79,7 @@ def problem_of_all(problem: str | None) -> str:
     failed: list[int] = has.nonzero().flatten().tolist()
     text = [problem]
     dist.broadcast_object_list(text, src=failed[0])
-    more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
-    return f"{text[0]} (on rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed[:_NAMED]))}{more})"
+    return f"{text[0]} (on {ranks_named(failed)})"
 
 
 def all_done(is_done: bool) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from ..errors import MoECheckpointError, PeerLost, PeerSilent, UsageError
+from ..errors import NAMED_RANKS, MoECheckpointError, PeerLost, PeerSilent, UsageError, ranks_named
 
 if TYPE_CHECKING:
     from ..ports import Json, Transport
@@ -156,21 +156,6 @@ def not_listed(listed: bytes, world_size: int) -> tuple[int, ...]:
     """
     here = set(map(int, listed.split()))
     return tuple(rank for rank in range(world_size) if rank not in here)
-
-
-NAMED_RANKS = 8
-"""Of so many ranks a message tells the numbers; of the others how many they are."""
-
-
-def ranks_named(ranks: Sequence[int], count: int = 0) -> str:
-    """Such as `rank 3`, `ranks 3, 7` or `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more`.
-
-    Args:
-        ranks: The first ones, ascending.
-        count: How many there are; 0: no more than these.
-    """
-    named, more = ranks[:NAMED_RANKS], max(count, len(ranks)) - len(ranks[:NAMED_RANKS])
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, named))}{f' and {more} more' if more else ''}"
 
 
 # Where ranks that connect again find each other: in a store, under a number on which all of them agree.

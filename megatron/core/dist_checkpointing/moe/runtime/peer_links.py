@@ -34,10 +34,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ..device import device_thread
-from ..errors import PeerSilent
+from ..errors import PeerSilent, ranks_named
 from ..policy.determinism import NONDETERMINISTIC_OPTIONS, DeviceSettings
 from ..ports import PeerLost
-from ..replication.agreement import ranks_named
 from ..replication.connections import hang_up, keep_alive
 from ..replication.interface import BACKLOG, Greeting
 

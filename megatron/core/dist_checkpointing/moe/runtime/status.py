@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ..errors import PeerSilent
+from ..errors import PeerSilent, ranks_named
 from ..ports import Json
-from ..replication.agreement import not_listed, ranks_named
+from ..replication.agreement import not_listed
 from ..snapshot.coordinator import ProtectionReport
 from ..standby.heartbeat import own_heartbeat, place_of
 from ..standby.slot import own_slot
