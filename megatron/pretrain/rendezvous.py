@@ -117,6 +117,11 @@ class NodesHandler(DynamicRendezvousHandler):
             holder._cache_duration, self._meets_since_s = kept_s, float("-inf")
 
 
+def missed_s(settings: Any) -> float:
+    """After how many seconds without a heartbeat a node counts as lost, by the settings of a rendezvous."""
+    return float((settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds())
+
+
 class Heartbeats:
     """Which nodes are lost, by heartbeats that do not change: clocks of nodes differ, and step.
 
@@ -137,7 +142,7 @@ class Heartbeats:
         """In place of the holder's: after each look at the state."""
         state, settings, now_s = self._holder.state, self._holder._settings, time.monotonic()
         beats = state.last_heartbeats
-        may_miss_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        may_miss_s = missed_s(settings)
         seen = {node: self._seen.get(node) for node in beats}
         self._seen = {
             node: last if last is not None and last[0] == beats[node] else (beats[node], now_s)

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from megatron.pretrain.allocation_units import UNIT, UNIT_NODES, Candidate, admitted, whole_units
 from megatron.pretrain.processes import node_name
-from megatron.pretrain.rendezvous import NodesHandler
+from megatron.pretrain.rendezvous import NodesHandler, missed_s
 
 log = logging.getLogger(__name__)
 
@@ -203,9 +203,10 @@ class SpareHandler(NodesHandler):
         lost = self._executor.lost_nodes(state)
         if lost and lost != self._reported:
             self._reported = lost
-            limit_s = self._settings.keep_alive_interval.total_seconds() * self._settings.keep_alive_max_attempt
             # Its ranks may be well, and nothing else would say why all of them start again.
-            log.warning("no heartbeat from %s for %g s: replaced; all ranks restart", ", ".join(lost), limit_s)
+            log.warning(
+                "no heartbeat from %s for %g s: replaced; all ranks restart", ", ".join(lost), missed_s(self._settings)
+            )
         return waiting
 
     def next_rendezvous(self) -> RendezvousInfo:
