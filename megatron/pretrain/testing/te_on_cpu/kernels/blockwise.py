@@ -16,6 +16,7 @@ import torch
 
 from megatron.pretrain.testing.te_on_cpu.kernels.numbers import (
     LARGEST,
+    kept_side,
     scale_for,
     tensor_in_blocks,
     to_eight_bits,
@@ -73,10 +74,7 @@ def values(tensor: Any, by_columns: bool) -> torch.Tensor:
     Raises:
         NotImplementedError: It does not keep that side.
     """
-    data, scales = (tensor._columnwise_data, tensor._columnwise_scale_inv) if by_columns else (
-        tensor._rowwise_data, tensor._rowwise_scale_inv)  # fmt: skip
-    if data is None:
-        raise NotImplementedError(f"a product reads {type(tensor).__name__} as it is not kept, by columns={by_columns}")
+    data, scales = kept_side(tensor, by_columns)
     rows = data.reshape(data.shape[0], -1) if by_columns else data.reshape(-1, data.shape[-1])
     scales = scales if tensor._is_2D_scaled else scales.t()
     numbers = rows.view(torch_dtype(tensor._fp8_dtype)).float()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.testing.te_on_cpu.kernels.numbers import tensor_in_blocks
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import kept_side, tensor_in_blocks
 
 __all__ = [
     "nvfp4_2d_multi_tensor_transpose",
@@ -85,13 +85,10 @@ def values(tensor: Any, by_columns: bool) -> torch.Tensor:
     Raises:
         NotImplementedError: It does not keep that side.
     """
-    axis = "columnwise" if by_columns else "rowwise"
-    data = getattr(tensor, f"_{axis}_data")
-    if data is None:
-        raise NotImplementedError(f"a product reads {type(tensor).__name__} as it is not kept, by columns={by_columns}")
+    data, scales = kept_side(tensor, by_columns)
     codes = _unpacked(data.flatten(0, -2))
-    scales = getattr(tensor, f"_{axis}_scale_inv").view(torch.float8_e4m3fn).float()
-    found = _numbers(codes) * _of_elements(scales, codes.shape, 1) / _whole(getattr(tensor, f"_amax_{axis}"))
+    amax = tensor._amax_columnwise if by_columns else tensor._amax_rowwise
+    found = _numbers(codes) * _of_elements(scales.view(torch.float8_e4m3fn).float(), codes.shape, 1) / _whole(amax)
     return found.t() if by_columns else found.reshape(*data.shape[:-1], codes.shape[1])
 
 

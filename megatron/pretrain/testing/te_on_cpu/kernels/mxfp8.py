@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, tensor_in_blocks, torch_dtype
+from megatron.pretrain.testing.te_on_cpu.kernels.numbers import LARGEST, kept_side, tensor_in_blocks, torch_dtype
 
 BLOCK = 32
 _BIAS = 127
@@ -66,10 +66,7 @@ def values(tensor: Any, by_columns: bool) -> torch.Tensor:
     Raises:
         NotImplementedError: It does not keep that side.
     """
-    data, scales = (tensor._columnwise_data, tensor._columnwise_scale_inv) if by_columns else (
-        tensor._rowwise_data, tensor._rowwise_scale_inv)  # fmt: skip
-    if data is None:
-        raise NotImplementedError(f"a product reads {type(tensor).__name__} as it is not kept, by columns={by_columns}")
+    data, scales = kept_side(tensor, by_columns)
     numbers = data.view(torch_dtype(tensor._fp8_dtype)).float().reshape(-1, data.shape[-1])
     if by_columns:
         return (numbers.t() * _of_elements(scales.t(), numbers.t().shape)).t().reshape(data.shape)

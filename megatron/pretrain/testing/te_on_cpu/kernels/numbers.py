@@ -55,6 +55,23 @@ def scale_for(amax: torch.Tensor, largest: float, power_of_two: bool, epsilon: f
     return scale
 
 
+def kept_side(tensor: Any, by_columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes and the scales of one side of a tensor with a scale for each block.
+
+    Args:
+        tensor: Of Transformer Engine.
+        by_columns: Which side.
+
+    Raises:
+        NotImplementedError: It does not keep that side.
+    """
+    axis = "columnwise" if by_columns else "rowwise"
+    data = getattr(tensor, f"_{axis}_data")
+    if data is None:
+        raise NotImplementedError(f"a product reads {type(tensor).__name__} as it is not kept, by columns={by_columns}")
+    return data, getattr(tensor, f"_{axis}_scale_inv")
+
+
 def tensor_in_blocks(
     kind: Any, light: Any, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, contents: Mapping[str, Any]
 ) -> Any:
