@@ -39,7 +39,9 @@ from megatron.pretrain.standby.health_options import HealthOptions, add_launcher
 HERE = "127.0.0.1"
 """Where all nodes meet, which are played on this machine."""
 MONITOR_INTERVAL_S = 0.1
-SHUTDOWN_TIMEOUT_S = 60
+CAN_BE_GIVEN_TIME = "shutdown_timeout" in LaunchConfig.__annotations__
+"""Older releases of torch, 2.11 for one, always wait as long as newer ones by default."""
+SHUTDOWN_TIMEOUT_S = 60 if CAN_BE_GIVEN_TIME else 30
 """How long workers may take to end after SIGTERM: an iteration and a save."""
 LAST_CALL_S = 15.0
 JOIN_TIMEOUT_S = 300
@@ -164,7 +166,7 @@ def _run_agent(options: argparse.Namespace) -> int:
         | ({"is_host": False} if options.nnodes.most > 1 else {}),
         max_restarts=options.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        **({"shutdown_timeout": SHUTDOWN_TIMEOUT_S} if CAN_BE_GIVEN_TIME else {}),
     )
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 

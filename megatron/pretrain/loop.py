@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any
 
@@ -337,5 +337,13 @@ def in_words(args: Any) -> dict[str, Any]:
     return {
         "model": f"{model}; global batch {args.global_batch_size}, {args.seq_length} tokens",
         "layout": " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank",
-        "software": ", ".join(f"{name} {version(name)}" for name in packages),
+        "software": ", ".join(f"{name} {_release(name)}" for name in packages),
     }
+
+
+def _release(package: str) -> str:
+    """Its version; a checkout on Python's path, as of this project on a bare machine, has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"

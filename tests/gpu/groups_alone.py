@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_place import BACKEND, DEVICE, REHEARSED, seconds
 
+from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import close_connections
 
 GROUPS = 12
@@ -93,6 +94,8 @@ if __name__ == "__main__":
     if way != "other" and not REHEARSED:  # gloo has nothing that is aborted in this way
         del made
         torch.cuda.synchronize()
+        if way == "threads":
+            ProcessGroups.taken_down()
         say(again=True)
         start()
     # Not through destructors: threads that abort may be at work still, and how a process ends is not what is measured.

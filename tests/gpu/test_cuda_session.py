@@ -21,14 +21,16 @@ STRATEGIES = {
     "sparse": ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "3"),
     "pec": ("--moe-ckpt-strategy", "pec", "--moe-ckpt-interval", "1", "--moe-ckpt-pec-k-snapshot", "2"),
 }
+PADDED = (
+    # Shapes do not depend on the router: nothing is read back from the device.
+    *"--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity".split(),
+)
 GRAPHS = {
     "whole-iterations": (
-        *LOCAL, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad",
-        # Whose shapes do not depend on the router: nothing is read back from the device.
-        "--moe-token-dispatcher-type", "alltoall",
-        *"--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity".split(),
+        *LOCAL, *PADDED, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad",
     ),
-    "layers": (*LOCAL, "--cuda-graph-impl", "local", "--cuda-graph-modules", "attn"),
+    # Of Megatron-Core's own layers `attn` captures all of each, its experts too.
+    "layers": (*LOCAL, *PADDED, "--cuda-graph-impl", "local", "--cuda-graph-modules", "attn"),
     "engine-layers-full": (
         *ENGINE, "--moe-token-dispatcher-type", "alltoall",
         *"--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess".split(),

@@ -47,7 +47,8 @@ def compiled(site: Path, folder: Path) -> tuple[Path, subprocess.CompletedProces
     }
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
     done = bounded([*pip, "--target", str(site), str(source)], COMPILE_S, environment)
-    (library,) = [*site.glob("transformer_engine_torch.*.so")] or [site / "missing"]
+    # Its wheel puts it beside the core.
+    (library,) = [*site.rglob("transformer_engine_torch.*.so")] or [site / "missing"]
     return library, done
 
 

@@ -43,6 +43,9 @@ class StandbyAgent(VerdictAgent):
         arguments, options: As of torch's own agent.
     """
 
+    _shutdown_timeout = 30
+    """Of releases of torch whose agent is not told, 2.11 for one."""
+
     def __init__(self, *arguments: Any, standbys: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._wanted, self._quick_deaths = standbys, 0
@@ -146,11 +149,11 @@ class StandbyAgent(VerdictAgent):
         self._end(ending, signal.SIGTERM, self._shutdown_timeout)
         self._slots = {}
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        super()._shutdown(death_sig, timeout)  # its watchdog and health check
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: int) -> None:
+        super()._shutdown(death_sig, *timeout)  # its watchdog and health check
         self._wanted = 0
         self._end([*self._standbys, *self._survivors.values()], signal.SIGKILL, KILL_TIMEOUT_S)
-        self._end(self._slots.values(), death_sig, timeout)
+        self._end(self._slots.values(), death_sig, *(timeout or (self._shutdown_timeout,)))
         self._standbys, self._slots, self._survivors = [], {}, {}
 
     def _those_that_stay(self, group: WorkerGroup) -> dict[str, SlotProcess]:

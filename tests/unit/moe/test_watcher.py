@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -242,6 +243,26 @@ def test_whoever_was_told_of_signals_before_still_is(handler: list[int]) -> None
         signal.set_wakeup_fd(before)
         os.close(reading)
         os.close(writing)
+
+
+def test_a_descriptor_whose_number_went_to_another_file_gets_no_bytes_and_is_left_alone(
+    handler: list[int], tmp_path: Path
+) -> None:
+    """Seen on a GPU, where it kept trained jobs from ending with 0."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signals = SignalBytes()
+    signals.install()
+    with (tmp_path / "checkpoint").open("wb") as other:
+        os.dup2(other.fileno(), writing)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.SIGTERM in signals.read()
+        signals.uninstall()
+    assert signal.set_wakeup_fd(before) == -1
+    os.close(reading)
+    os.close(writing)
+    assert (tmp_path / "checkpoint").read_bytes() == b""
 
 
 def test_signals_of_a_forked_helper_are_not_taken_for_those_of_its_trainer(handler: list[int]) -> None:

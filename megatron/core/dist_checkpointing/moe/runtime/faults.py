@@ -244,11 +244,13 @@ class SignalBytes:
         for end in (self.reader, self._writer):
             end.setblocking(False)
         self._before: int | None = None
+        self._file: tuple[int, int] | None = None
 
     def install(self) -> None:
         """From here on, where this is the main thread; Python lets no other one do it."""
         if threading.current_thread() is threading.main_thread():
             self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            self._file = _file(self._before)
             _ALL.add(self)
 
     def read(self) -> bytes:
@@ -257,7 +259,7 @@ class SignalBytes:
             found = self.reader.recv(4096)
         except BlockingIOError:
             return b""
-        if self._before is not None and self._before >= 0:
+        if self._before is not None and self._is_theirs():
             with suppress(OSError):  # it was closed meanwhile
                 os.write(self._before, found)
         return found
@@ -265,13 +267,20 @@ class SignalBytes:
     def uninstall(self) -> None:
         """Whoever was told of signals before is again. For the thread that installed it."""
         if self._before is not None:
-            current = signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+            before = self._before if self._is_theirs() else -1
+            current = signal.set_wakeup_fd(before, warn_on_full_buffer=False)
             if current != self._writer.fileno():  # set by somebody else, who is still there
                 signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         self._before = None
         _ALL.discard(self)
         self.reader.close()
         self._writer.close()
+
+    def _is_theirs(self) -> bool:
+        """Whether the descriptor of before can still be told. Closed by who had it, its number is another file's."""
+        if self._before is None or self._file is None or _file(self._before) != self._file:
+            return False
+        return not os.get_blocking(self._before)
 
     def forget(self) -> None:
         """In a forked child: its signals are no business of its parent's."""
@@ -280,3 +289,14 @@ class SignalBytes:
         self._before = None
         self.reader.close()
         self._writer.close()
+
+
+def _file(descriptor: int | None) -> tuple[int, int] | None:
+    """What tells the file that is open there from all others; None where none is."""
+    if descriptor is None or descriptor < 0:
+        return None
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
