@@ -18,10 +18,10 @@ pytestmark = needs_device
 Record = Callable[..., None]
 LARGE = """
 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-experts 16 --moe-ffn-hidden-size 2048
---seq-length 1024 --max-position-embeddings 1024 --global-batch-size 64 --train-iters 16
+--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 64 --train-iters 12
 """.split()
 """About 1.1 billion parameters; 13 GB of state."""
-SETTLED = 8
+SETTLED = 6
 """Iterations from this one on count: kernels are loaded, pages are locked."""
 ENOUGH = 0.6
 """Copies that take this share of the passes, or less, have to cost nothing."""
