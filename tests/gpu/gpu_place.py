@@ -53,7 +53,7 @@ def seconds(run: Callable[[], object]) -> float:
 def pinned_bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
     """Of a copy between a device and memory that torch has page-locked, the second one."""
     copies_s = [seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(3)]
-    return source.numel() / min(copies_s[1:])
+    return float(source.numel() / min(copies_s[1:]))
 
 
 def left_s() -> float:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def start() -> list[dist.ProcessGroup]:
     for _ in range(GROUPS):
         made_s.append(timed(lambda: groups.append(dist.new_group([0]))))
     one = torch.ones(1 << 20, device=DEVICE)
-    used_s = [seconds(lambda group=group: dist.all_reduce(one, group=group)) for group in groups]
+    used_s = [seconds(partial(dist.all_reduce, one, group=group)) for group in groups]
     say(groups=GROUPS, made_s=made_s, first_use_s=used_s)
     return groups
 

@@ -55,7 +55,7 @@ class Strike:
 def share_the_gpu() -> None:
     """Let each rank of the node have device 0; Megatron-LM is told so by its flag."""
     own = torch.cuda.set_device
-    torch.cuda.set_device = lambda _device: own(0)  # type: ignore[assignment]
+    torch.cuda.set_device = lambda _device: own(0)
     sys.argv += ["--local-rank", "0"]
 
 

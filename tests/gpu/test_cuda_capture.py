@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gpu_place import DEVICE, copy_engine, needs_cuda, needs_device, sized
+from no_trainer import NoTrainer
 
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
-from megatron.core.dist_checkpointing.moe.ports import Facts, Json, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
@@ -26,15 +28,7 @@ WAIT_S = 60.0
 SIDE = sized(4096, 64)
 
 
-class NoTrainer:
-    def scalars(self) -> dict[str, Json]:
-        return {}
-
-    def tensors(self) -> Mapping[str, memoryview]:
-        return {}
-
-    def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
-        raise NotImplementedError
+TRAINER: Any = NoTrainer()
 
 
 def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:
@@ -82,7 +76,7 @@ def host_copies(tensors: list[StateTensor]) -> list[torch.Tensor]:
 def test_snapshots_have_the_state_when_begun_and_restore_it(
     store: MemoryStore, engine: CopyEngine, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    capturer = LiveCapturer(tensors, TRAINER, engine)
     layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     with caplog.at_level(logging.WARNING):
         for iteration in range(1, 6):
@@ -109,7 +103,7 @@ def test_snapshots_have_the_state_when_begun_and_restore_it(
 
 @needs_cuda("a host that goes ahead of the device was")
 def test_begin_does_not_wait_for_the_device(store: MemoryStore, engine: CopyEngine, tensors: list[StateTensor]) -> None:
-    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    capturer = LiveCapturer(tensors, TRAINER, engine)
     layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in (1, 2, 3):  # both segments are page-locked by the second
         writer = store.reserve(SnapshotId(iteration, 0), layout)
@@ -143,7 +137,7 @@ def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
             return cudart.cudaHostRegister(0, nbytes, flags)
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    capturer = LiveCapturer(tensors, TRAINER, engine)
     layout = capturer.layout(SnapshotPlan(0, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in (1, 2):
         with store.reserve(SnapshotId(iteration, 0), layout) as writer:
@@ -159,7 +153,7 @@ def test_what_cannot_be_page_locked_is_copied_all_the_same_and_said_once(
 def test_the_bandwidth_is_that_of_the_device_and_a_trial_comes_before_the_first_copy(
     store: MemoryStore, tensors: list[StateTensor]
 ) -> None:
-    capturer = LiveCapturer(tensors, NoTrainer(), copy_engine())
+    capturer = LiveCapturer(tensors, TRAINER, copy_engine())
     tried = capturer.bandwidth_bytes_per_s
     layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.MASTER_AND_MOMENTS}))
     with store.reserve(SnapshotId(1, 0), layout) as writer:
@@ -173,7 +167,7 @@ def test_segments_are_page_locked_over_resizes(
     store: MemoryStore, tensors: list[StateTensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = copy_engine()
-    capturer = LiveCapturer(tensors, NoTrainer(), engine)
+    capturer = LiveCapturer(tensors, TRAINER, engine)
     layout = capturer.layout(SnapshotPlan(1, {ROUTER: Part.MASTER_AND_MOMENTS}))
     for iteration in range(1, 5):
         with store.reserve(SnapshotId(iteration, 0), layout) as writer:

@@ -18,7 +18,7 @@ pytestmark = needs_device
 Record = Callable[..., None]
 LARGE = """
 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-experts 16 --moe-ffn-hidden-size 2048
---seq-length 1024 --max-position-embeddings 1024 --global-batch-size 64 --train-iters 12
+--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 16 --train-iters 12
 """.split()
 """About 1.1 billion parameters; 13 GB of state."""
 SETTLED = 6

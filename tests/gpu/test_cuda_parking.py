@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_place import DEVICE, copy_engine, needs_device, sized
@@ -27,6 +28,7 @@ pytestmark = needs_device
 EXPERT = expert(0, 0)
 NUMEL = sized(256 << 20, 1 << 18)
 WAIT_S = 60.0
+TRAINER: Any = NoTrainer()
 
 
 def piece(field: str, part: Part, tensor: torch.Tensor) -> StateTensor:
@@ -42,18 +44,18 @@ def test_what_survives_is_parked_in_time_and_comes_back_to_the_bit(shm: Path, re
     ]
     was = [one.tensor.clone() for one in tensors]
     engine = copy_engine()
-    capturer = LiveCapturer(tensors, NoTrainer(), engine)  # type: ignore[arg-type]
+    capturer = LiveCapturer(tensors, TRAINER, engine)
     store = MemoryStore(shm, "job", 0, [1], area="standby")
     identity = Identity("job", {"pp": 2}, capturer.operators, timeline=(("a", 0),))
     ports = ParkPorts(
         store=store,
         capturer=capturer,
-        trainer=NoTrainer(),
+        trainer=TRAINER,
         clock=SystemClock(),
         rank=0,
         facts=identity.facts,
         moving=LiveBuffers(tensors),
-    )  # type: ignore[arg-type]
+    )
     parker = Parker(ports)
     store.resize(parker.sizes())
     engine.prepare(store.views())

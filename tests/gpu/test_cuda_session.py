@@ -43,7 +43,7 @@ FAULT = ("--moe-ckpt-inject-fault", "0@8:forward-backward")
 def router() -> TopKRouter:
     """On its own, of four experts; tokens say where they go."""
 
-    class Fixed(TopKRouter):  # type: ignore[misc]
+    class Fixed(TopKRouter):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
             self.layer_number, self.weight = 1, torch.nn.Parameter(torch.zeros(1, device="cuda"))
@@ -110,8 +110,8 @@ def test_a_killed_job_with_graphs_comes_back_where_it_was(
     """Struck behind the capture; what it draws for dropout comes from generators that the graphs refer to."""
     if graphs.startswith("engine"):
         needs_engine()
-    # Core's captures of modules draw from generators, and leave them where that moved them: refused with dropout.
-    rate = "0.0" if graphs == "layers" else "0.1"
+    # Captures of modules draw from generators, and leave them where that moved them: refused with dropout.
+    rate = "0.1" if graphs == "whole-iterations" else "0.0"
     dropout = ("--hidden-dropout", rate, "--attention-dropout", rate)
     model = (*GRAPHS[graphs], *WARM, *DETERMINISTIC, *dropout)
     straight = Job(tmp_path / "straight", tmp_path, data, model)

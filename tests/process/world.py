@@ -186,7 +186,7 @@ class Running:
 
     def wait(self, timeout_s: float = HANG_TIMEOUT_S) -> Outcome:
         """The outcome of all ranks. Raises WorkersLost, and ends the world, if one hangs or dies."""
-        deadline, codes = time.monotonic() + timeout_s, {}
+        deadline, codes = time.monotonic() + timeout_s, dict[int, int]()
         for rank, (_, connection) in enumerate(self._workers):
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
@@ -201,10 +201,11 @@ class Running:
 
         A rank that was killed has the code -9. Raises WorkersLost if one neither ends nor dies.
         """
-        deadline, codes = time.monotonic() + HANG_TIMEOUT_S, {}
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        deadline, codes = time.monotonic() + HANG_TIMEOUT_S, dict[int, int]()
+        waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         while waiting:
-            ended = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            ended: list[Any] = multiprocessing.connection.wait(list(waiting), left_s)
             if not ended:
                 raise self._lost(f"ranks {sorted(waiting.values())} did not end in time; ended: {codes}")
             for connection in ended:
