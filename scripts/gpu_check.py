@@ -2,7 +2,7 @@
 
 Results are appended to OUT/results.jsonl, a line for each figure and for the outcome of each test, at the moment it is
 known; what tests printed goes to OUT/log.txt. A run that is cut off has all that it found. Where tests of one step fail
-or crash, the next ones run: each step has a process of its own.
+or crash, the next ones run: each step has a process of its own. Steps that measure nothing run at once.
 
 With MOE_CKPT_GPU_REHEARSAL=cpu all that can run on a CPU does, small, and what cannot says so.
 
@@ -19,9 +19,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,11 +46,12 @@ Variables = Mapping[str, str]
 class CheckPart:
     """Steps of pytest, each a process, most telling first.
 
+    steps: One after the other; those of a tuple at once, since only their outcomes count.
     packs: Of the bundle, beside `base`, which is always there.
     shm_bytes: What it needs in /dev/shm.
     """
 
-    steps: tuple[str, ...]
+    steps: tuple[str | tuple[str, ...], ...]
     packs: tuple[str, ...] = ()
     shm_bytes: int = 0
 
@@ -60,14 +62,34 @@ PARTS = {
     "rates": CheckPart(
         ("test_cuda_rates.py", "test_cuda_capture.py test_cuda_boundary.py", "test_cuda_parking.py"), (), 12 << 30
     ),
-    "te": CheckPart(("test_engine.py", "test_cuda_session.py -k engine and (full or sparse)"), ("te",), 1 << 30),
-    "ranks": CheckPart(("test_nccl_ranks.py",), ("nccl",), 1 << 30),
+    "te": CheckPart(
+        (
+            "test_engine.py",
+            (
+                "test_cuda_session.py -k engine-full and not graphs",
+                "test_cuda_session.py -k engine-sparse",
+                "test_cuda_session.py -k engine-pec",
+                "test_cuda_session.py -k layers-full-full",
+                "test_cuda_session.py -k layers-full-sparse",
+            ),
+        ),
+        ("te",),
+        1 << 30,
+    ),
+    "ranks": CheckPart(
+        (("test_nccl_ranks.py -k p2p or reduce", "test_nccl_ranks.py -k all-to-all"),), ("nccl",), 1 << 30
+    ),
     "model": CheckPart(("test_cuda_model.py",), (), 45 << 30),
     "jobs": CheckPart(
         (
-            "test_cuda_session.py -k not engine",
-            "test_cuda_training.py",
-            "test_cuda_transport.py test_cuda_graphs_released.py",
+            (
+                "test_cuda_session.py -k local-full or trains_as",
+                "test_cuda_session.py -k local-sparse or local-pec or captured_router",
+                "test_cuda_session.py -k iterations-full",
+                "test_cuda_session.py -k iterations-sparse",
+                "test_cuda_session.py -k layers and not engine",
+                "test_cuda_training.py test_cuda_transport.py test_cuda_graphs_released.py",
+            ),
         ),
         (),
         1 << 30,
@@ -131,7 +153,7 @@ def main(argv: list[str]) -> int:
             results.add({"part": name, "outcome": "not run", "why": str(error)})
             continue
         for step in PARTS[name].steps:
-            run(name, step, environment, until_s, results)
+            run(name, at_once(step), environment, until_s, results)
     return results.told()
 
 
@@ -267,26 +289,46 @@ def of_pack(pack: str, folder: Path, rehearsed: bool) -> Variables:
     return {"MOE_CKPT_GPU_NCCL": str(folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2")}
 
 
-def run(name: str, step: str, environment: Variables, until_s: float, results: Results) -> None:
-    """One process of pytest, until the budget is used up."""
+def at_once(step: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The steps that run at once."""
+    return (step,) if isinstance(step, str) else step
+
+
+def run(name: str, steps: Sequence[str], environment: Variables, until_s: float, results: Results) -> None:
+    """A process of pytest for each of these steps, all at once, until the budget is used up."""
     if time.monotonic() > until_s:
-        results.add({"part": name, "outcome": "not run", "why": f"the budget: {step} was not begun"})
+        for step in steps:
+            results.add({"part": name, "outcome": "not run", "why": f"the budget: {step} was not begun"})
         return
+    out = results.path.parent
+    given = dict(environment) | {"MOE_CKPT_GPU_PART": name, "MOE_CKPT_GPU_UNTIL_S": str(until_s)}
+    given["MOE_CKPT_GPU_OUT"] = str(out)
+    with contextlib.ExitStack() as stack:
+        running = []
+        for step in steps:
+            printed = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(of_pytest(step), cwd=ROOT, env=given, stdout=printed, stderr=subprocess.STDOUT)
+            running.append((step, process, printed))
+        while any(process.poll() is None for _, process, _ in running) and time.monotonic() < until_s + KILL_AFTER_S:
+            time.sleep(POLL_S)
+            results.show()
+        for step, process, printed in running:
+            if (code := process.poll()) is None:
+                end(process)
+                results.add({"part": name, "outcome": "cut off", "why": f"the budget: {step} was cut off"})
+            elif code not in (0, 1, 5):  # 1: tests failed, each with a line of its own; 5: no test
+                why = f"{step}: pytest ended with {code}, see log.txt"
+                results.add({"part": name, "outcome": "failed", "why": why})
+            with (out / "log.txt").open("ab") as log:
+                printed.seek(0)
+                shutil.copyfileobj(printed, log)
+
+
+def of_pytest(step: str) -> list[str]:
+    """The command that runs a step."""
     files, _, chosen = step.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "--timeout=0"]
-    command += [f"tests/gpu/{file}" for file in files.split()] + (["-k", chosen] if chosen else [])
-    given = dict(environment) | {"MOE_CKPT_GPU_PART": name, "MOE_CKPT_GPU_UNTIL_S": str(until_s)}
-    given["MOE_CKPT_GPU_OUT"] = str(results.path.parent)
-    with (results.path.parent / "log.txt").open("a") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT)
-    while (code := process.poll()) is None and time.monotonic() < until_s + KILL_AFTER_S:
-        time.sleep(POLL_S)
-        results.show()
-    if code is None:
-        end(process)
-        results.add({"part": name, "outcome": "cut off", "why": f"the budget: {step} was cut off"})
-    elif code not in (0, 1, 5):  # 1: tests failed, each with a line of its own; 5: no test
-        results.add({"part": name, "outcome": "failed", "why": f"{step}: pytest ended with {code}, see log.txt"})
+    return command + [f"tests/gpu/{file}" for file in files.split()] + (["-k", chosen] if chosen else [])
 
 
 def end(process: subprocess.Popen[Any]) -> None:

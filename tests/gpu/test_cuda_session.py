@@ -25,14 +25,17 @@ PADDED = (
     # Shapes do not depend on the router: nothing is read back from the device.
     *"--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity".split(),
 )
+# Captures of modules draw from generators, and leave them where that moved them: refused with dropout.
+UNDRAWN = "--hidden-dropout 0 --attention-dropout 0".split()
 GRAPHS = {
     "whole-iterations": (
         *LOCAL, *PADDED, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad",
+        *"--hidden-dropout 0.1 --attention-dropout 0.1".split(),
     ),
     # Of Megatron-Core's own layers `attn` captures all of each, its experts too.
-    "layers": (*LOCAL, *PADDED, "--cuda-graph-impl", "local", "--cuda-graph-modules", "attn"),
+    "layers": (*LOCAL, *PADDED, *UNDRAWN, "--cuda-graph-impl", "local", "--cuda-graph-modules", "attn"),
     "engine-layers-full": (
-        *ENGINE, "--moe-token-dispatcher-type", "alltoall",
+        *ENGINE, *UNDRAWN, "--moe-token-dispatcher-type", "alltoall",
         *"--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess".split(),
     ),
 }  # fmt: skip
@@ -110,10 +113,7 @@ def test_a_killed_job_with_graphs_comes_back_where_it_was(
     """Struck behind the capture; what it draws for dropout comes from generators that the graphs refer to."""
     if graphs.startswith("engine"):
         needs_engine()
-    # Captures of modules draw from generators, and leave them where that moved them: refused with dropout.
-    rate = "0.1" if graphs == "whole-iterations" else "0.0"
-    dropout = ("--hidden-dropout", rate, "--attention-dropout", rate)
-    model = (*GRAPHS[graphs], *WARM, *DETERMINISTIC, *dropout)
+    model = (*GRAPHS[graphs], *WARM, *DETERMINISTIC)
     straight = Job(tmp_path / "straight", tmp_path, data, model)
     assert straight.run() == 0, straight.last
     protected = (*STRATEGIES[strategy], "--moe-ckpt-memory-dir", str(shm), *FAULT)

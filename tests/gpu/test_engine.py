@@ -47,7 +47,7 @@ def compiled(site: Path, folder: Path) -> tuple[Path, subprocess.CompletedProces
     }
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
     done = bounded([*pip, "--target", str(site), str(source)], COMPILE_S, environment)
-    # Its wheel puts it beside the core.
+    # Its wheel puts it next to the core.
     (library,) = [*site.rglob("transformer_engine_torch.*.so")] or [site / "missing"]
     return library, done
 

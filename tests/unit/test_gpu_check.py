@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,12 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL, Job, corpus, unfit_nccl
 from megatron_flags import judged
+from test_cuda_session import GRAPHS, STRATEGIES, WARM
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.pretrain.indexed_corpus import open_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +172,28 @@ def test_a_part_that_fails_or_crashes_does_not_take_the_others_along(check: Chec
     ]  # fmt: skip
 
 
+def test_steps_that_are_given_together_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    waits = """
+import pathlib, time
+def test_it():
+    pathlib.Path({own!r}).touch()
+    until_s = time.monotonic() + 60
+    while not pathlib.Path({other!r}).exists():
+        assert time.monotonic() < until_s, "the other one was not begun"
+        time.sleep(0.01)
+"""
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    marks = [str(tmp_path / name) for name in "ab"]
+    for at, name in enumerate("ab"):
+        text = waits.format(own=marks[at], other=marks[1 - at])
+        (tmp_path / "tests" / "gpu" / f"test_{name}.py").write_text(text)
+    results = gpu_check.Results(tmp_path / "results.jsonl")
+    results.path.touch()
+    gpu_check.run("both", ("test_a.py", "test_b.py"), dict(os.environ), time.monotonic() + 60, results)
+    assert (tmp_path / "log.txt").read_text().count("1 passed") == 2
+
+
 def test_what_the_budget_does_not_suffice_for_is_cut_off_and_figures_stay(check: Check) -> None:
     slow = f"{FIGURE}\ndef test_slow():\n    import time\n    time.sleep(60)\n"
     lines = check(8.0, slow=slow, never=FIGURE)
@@ -191,6 +218,35 @@ def test_a_wheelhouse_keeps_pip_from_any_index() -> None:
 def test_megatron_lm_takes_the_flags_of_the_jobs_that_it_starts(layers: Sequence[str]) -> None:
     args = judged([*SMALL, *layers, *DETERMINISTIC, "--data-path", "corpus"], 1)
     assert (args.device, args.deterministic_mode) == ("cuda", True)
+
+
+@pytest.mark.parametrize("strategy", ["full", "sparse"])
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_protection_takes_the_jobs_with_graphs_and_refuses_drawn_numbers_in_captured_modules(
+    graphs: str, strategy: str
+) -> None:
+    job = [*SMALL, *GRAPHS[graphs], *WARM, *DETERMINISTIC, *STRATEGIES[strategy], "--data-path", "corpus"]
+    assert judged(job, 1).cuda_graph_impl != "none"
+    if graphs != "whole-iterations":
+        with pytest.raises(UsageError, match="draw none"):
+            judged([*job, "--hidden-dropout", "0.1"], 1)
+
+
+@pytest.mark.ci
+def test_each_test_of_a_gpu_is_in_one_step() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "--collect-only", "-p", "no:cacheprovider", "tests/gpu"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200).stdout
+    tests = [line.removeprefix("tests/gpu/") for line in said.splitlines() if "::" in line]
+
+    def holds(step: str, test: str) -> bool:
+        files, _, chosen = step.partition(" -k ")
+        named = not chosen or Expression.compile(chosen).evaluate(lambda name, **_: name in test)
+        return test.split("::")[0] in files.split() and named
+
+    steps = [step for part in gpu_check.PARTS.values() for one in part.steps for step in gpu_check.at_once(one)]
+    assert len(tests) > 40
+    found = {test: [step for step in steps if holds(step, test)] for test in tests}
+    assert {test: those for test, those in found.items() if len(those) != 1} == {}
 
 
 def test_jobs_of_the_check_have_data_for_each_split_and_ids_of_their_own(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "CUDA graphs of whole iterations, of layers and of modules",
-        Untested("all strategies, over a stand-in for a capture; it has not run on a GPU"),
+        Untested("all strategies, over a stand-in for a capture; by hand on one H100: docs/results/h100.md"),
         Untested("as in Megatron-LM's loop"),
         Untested("as in Megatron-LM's loop; `manager.forward_backward` goes around the graph"),
     ),
