@@ -126,21 +126,32 @@ def test_pages_are_locked_beside_kernels(gib: int, shm: Path, record: Record) ->
 
 
 @pytest.mark.takes(20)
-def test_a_snapshot_is_restored(shm: Path, record: Record) -> None:
+@pytest.mark.parametrize("locked", [True, False], ids=["page-locked", "not locked"])
+def test_a_snapshot_is_restored(locked: bool, shm: Path, record: Record) -> None:
     owner, numel = expert(0, 0), NBYTES // 4
     tensors = [torch.randn(numel, device=DEVICE) for _ in range(2)]
     pieces = [
         StateTensor(Shard(GlobalName(owner, name), 0, numel, numel), "master", Part.MASTER, tensor, (0,))
         for name, tensor in zip(("first", "second"), tensors, strict=True)
     ]
-    kept = {one.key: memoryview(bytearray(one.tensor.cpu().numpy().tobytes())) for one in pieces}
+    store, locks = MemoryStore(shm, "job", 0, [NBYTES] * 2), PageLocks()
+    kept = {one.key: segment for one, segment in zip(pieces, store.views(), strict=True)}
+    for one in pieces:
+        kept[one.key][:] = one.tensor.cpu().numpy().tobytes()
     was = [tensor.clone() for tensor in tensors]
     restorer = LiveRestorer(pieces, lambda recast: None)
+    if locked and not REHEARSED:
+        locks.begin(store.views())
+        locks.settle(WAIT_S)
+        restorer.locked_bytes = locks.reach
     restorer.poison()
     took_s = seconds(lambda: restorer.restore(kept.__getitem__, {Part.MASTER: [owner]}))
     restorer.complete()
-    record("restore", bytes=2 * NBYTES, bytes_per_s=2 * NBYTES / took_s)
+    record("restore", locked=locked, bytes=2 * NBYTES, bytes_per_s=2 * NBYTES / took_s)
     assert all(torch.equal(one, value) for one, value in zip(tensors, was, strict=True))
+    locks.release()
+    kept.clear()
+    store.close()
 
 
 @pytest.mark.takes(15)

@@ -44,7 +44,7 @@ class StandbyAgent(VerdictAgent):
     """
 
     _shutdown_timeout = 30
-    """Of releases of torch whose agent is not told, 2.11 for one."""
+    """Where the agent of torch has no such setting, 2.11 for one."""
 
     def __init__(self, *arguments: Any, standbys: int, **options: Any) -> None:
         super().__init__(*arguments, **options)

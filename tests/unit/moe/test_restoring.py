@@ -32,10 +32,23 @@ class LateDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.waits = 0
+        self.sizes: list[int] = []
+        self.staged: list[torch.Tensor] = []
+        self.is_own: list[bool] = []
+        """Of each copy, whether its source is no buffer of this project."""
         copy, device = torch.Tensor.copy_, self
+
+        def page_locked(nbytes: int) -> torch.Tensor:
+            self.staged.append(torch.zeros(nbytes, dtype=torch.uint8))
+            return self.staged[-1]
+
+        def is_staged(source: torch.Tensor) -> bool:
+            return any(0 <= source.data_ptr() - one.data_ptr() < one.numel() for one in self.staged)
 
         def queue(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
             assert non_blocking
+            self.sizes.append(source.numel())
+            self.is_own.append(not is_staged(source))
             self.queued.append((target, source))
             return target
 
@@ -54,7 +67,7 @@ class LateDevice:
         monkeypatch.setattr(torch.Tensor, "copy_", queue)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(restore, "_page_locked", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        monkeypatch.setattr(restore, "_page_locked", page_locked)
 
 
 def test_records_go_to_a_device_through_two_locked_buffers_and_are_waited_for_once(
@@ -74,6 +87,23 @@ def test_records_go_to_a_device_through_two_locked_buffers_and_are_waited_for_on
     restorer.restore(lambda key: memoryview(records[key]), {Part.MASTER: [0]})  # type: ignore[list-item]
     assert {key: tensor.numpy().tobytes() for key, tensor in live.items()} == records
     assert device.waits <= turns + 3, "once for each buffer that is filled again, and at the end"
+
+
+def test_what_is_page_locked_goes_to_a_device_from_where_it_is_and_over_no_border_of_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, piece = LateDevice(monkeypatch), 400
+    segment, live = bytearray(random.randbytes(1000)), torch.zeros(900, dtype=torch.uint8)
+    state: Any = SimpleNamespace(key="it", tensor=live, operator=0, serves=lambda part: True, nbytes=900)
+    restorer = LiveRestorer([state], lambda recast: None)
+    first = torch.frombuffer(segment, dtype=torch.uint8).data_ptr()
+    # The last 200 bytes are not locked.
+    restorer.locked_bytes = lambda address: piece - (address - first) % piece if address - first < 2 * piece else 0
+    restorer.restore(lambda key: memoryview(segment)[100:], {Part.MASTER: [0]})  # type: ignore[list-item]
+    assert live.numpy().tobytes() == segment[100:]
+    assert device.sizes == [300, 400, 200]
+    assert device.waits == 1
+    assert device.is_own == [True, True, False]
 
 
 def snapshot(kind: str = PARKED, iteration: int = 4, attempt: str = "first") -> Any:

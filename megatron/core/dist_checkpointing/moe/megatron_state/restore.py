@@ -7,6 +7,7 @@ is written is noted by its key, and `complete` refuses to continue while a key i
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ class LiveRestorer:
         self._fresh: set[str] = set()  # of these, what was written since the last refresh
         self._fresh_masters: set[OperatorId] = set()  # restored since then without their compute weights
         self._is_settled = False
+        self.locked_bytes: Callable[[int], int] = lambda address: 0
+        """How many bytes from an address on are page-locked: a device reads them where they are."""
 
     def poison(self) -> None:
         """As `ports.Restorer.poison`; integers get -1, or their largest value."""
@@ -78,17 +81,19 @@ class LiveRestorer:
             self._settle()
             self._is_settled = True
         chosen = {part: frozenset(operators) for part, operators in parts.items()}
-        copied_bytes, upload = 0, Upload()
-        # A key is asked for where this rank has its tensor: what other ranks own is not fetched.
-        for state in tensors:
-            if any(state.serves(part) and state.operator in operators for part, operators in chosen.items()):
-                record = self._read(read, state.key)
-                if record is None:
-                    continue
-                write_record(state.key, record, state.tensor, upload)
-                self._fresh.add(state.key)
-                copied_bytes += state.nbytes
-        upload.end()
+        copied_bytes, upload = 0, Upload(self.locked_bytes)
+        try:
+            # A key is asked for where this rank has its tensor: what other ranks own is not fetched.
+            for state in tensors:
+                if any(state.serves(part) and state.operator in operators for part, operators in chosen.items()):
+                    record = self._read(read, state.key)
+                    if record is None:
+                        continue
+                    write_record(state.key, record, state.tensor, upload)
+                    self._fresh.add(state.key)
+                    copied_bytes += state.nbytes
+        finally:
+            upload.end()  # also before the reader of records closes over an error: the device may read them still
         self._written |= self._fresh
         # Of operators, not of tensors: a rank that owns nothing of a weight takes part in its cast.
         for part, operators in chosen.items():
@@ -170,38 +175,50 @@ _ALIGNED_BYTES = 256
 
 
 class Upload:
-    """Copies bytes to a device through two page-locked buffers: while one is filled, the device reads the other.
+    """Copies bytes to a device: from where they are if that is page-locked, as in segments of this node, else through
+    two page-locked buffers: while one is filled, the device reads the other.
 
     All copies run on the stream that is current; `end` waits for them, once.
+
+    Args:
+        locked_bytes: How many bytes from an address on are page-locked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, locked_bytes: Callable[[int], int] = lambda address: 0) -> None:
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._used = _STAGED_BYTES
+        self._locked_bytes = locked_bytes
+        self._sources: list[np.ndarray] = []  # mapped as long as the device reads them
 
     def copy(self, data: np.ndarray, flat: torch.Tensor) -> None:
-        """Queue a copy; the data may change after that.
+        """Queue a copy.
 
         Args:
-            data: Bytes.
+            data: Bytes, which do not change until `end`.
             flat: As many bytes of a device.
         """
-        start = 0
+        start, address = 0, int(data.ctypes.data)
         while start < data.size:
-            if self._used >= _STAGED_BYTES:
-                self._turn()
-            end = min(data.size, start + _STAGED_BYTES - self._used)
-            staged = self._buffers[0][0][self._used : self._used + end - start]
-            np.copyto(staged.numpy(), data[start:end])
-            flat[start:end].copy_(staged, non_blocking=True)
-            self._used += aligned(end - start, _ALIGNED_BYTES)
+            if direct := min(self._locked_bytes(address + start), data.size - start):
+                end, source = start + direct, _writable(data[start : start + direct])
+                self._sources.append(data)
+            else:
+                if self._used >= _STAGED_BYTES:
+                    self._turn()
+                end = min(data.size, start + _STAGED_BYTES - self._used)
+                source = self._buffers[0][0][self._used : self._used + end - start]
+                np.copyto(source.numpy(), data[start:end])
+                self._used += aligned(end - start, _ALIGNED_BYTES)
+            flat[start:end].copy_(source, non_blocking=True)
             start = end
 
     def end(self) -> None:
         """All of it is there."""
-        for _, copied in self._buffers:
+        if self._sources or self._buffers:
+            copied = torch.cuda.Event()
             copied.record()
             copied.synchronize()
+        self._sources = []
 
     def _turn(self) -> None:
         """The next buffer is the first, and free."""
@@ -213,6 +230,11 @@ class Upload:
             self._buffers.reverse()
             self._buffers[0][1].synchronize()
         self._used = 0
+
+
+def _writable(data: np.ndarray) -> torch.Tensor:
+    """The same bytes, of which torch does not warn that they are read-only: nothing writes to them here."""
+    return torch.frombuffer((ctypes.c_uint8 * data.size).from_address(int(data.ctypes.data)), dtype=torch.uint8)
 
 
 def _page_locked(nbytes: int) -> torch.Tensor:

@@ -277,7 +277,7 @@ class SignalBytes:
         self._writer.close()
 
     def _is_theirs(self) -> bool:
-        """Whether the descriptor of before can still be told. Closed by who had it, its number is another file's."""
+        """Whether the descriptor of before is open still. Closed by who had it, its number is another file's."""
         if self._before is None or self._file is None or _file(self._before) != self._file:
             return False
         return not os.get_blocking(self._before)

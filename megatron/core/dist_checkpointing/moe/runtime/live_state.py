@@ -115,6 +115,8 @@ class LiveState:
         self.restorer, left_out = live_restorer(chunks, optimizer, self._topology), None
         if self._share is not None:
             tensors, self.restorer, left_out, self.varying = self._share(tensors)
+        if self._locks is not None:
+            self.restorer.locked_bytes = self._locks.reach
         self._stored = tuple(state for state in tensors if state.part)
         self.capturer = LiveCapturer(tensors, trainer, self._engine, left_out=left_out, varying=self.varying)
         stepped = stepped_parameters(chunks, optimizer, self._topology)

@@ -73,6 +73,14 @@ class PageLocks:
             self._lock(*self._waiting.popleft())
         return True
 
+    def reach(self, address: int) -> int:
+        """How many bytes from this address on lie in one locked piece; a copy goes over no border of pieces."""
+        # A copy, made at once: other threads lock more meanwhile.
+        for start, nbytes in list(self._locked.items()):
+            if start <= address < start + nbytes:
+                return start + nbytes - address
+        return 0
+
     def lock(self, segment: memoryview, offset: int) -> None:
         """Lock the piece of a segment that this offset lies in, unless it is; the caller waits for it.
 
