@@ -280,10 +280,10 @@ class Leases:
     def __init__(self, config: MoECheckpointConfig, save: str | None, place: ProcessInfo, run: Sequence[str]) -> None:
         self._leases: list[Lease] = []
         if torch.distributed.get_rank() == 0:
-            own = Holder.here(place.job_here, place.agent, tuple(sorted(set(filter(None, run)))))
+            agents = tuple(sorted(set(filter(None, run))))
             forced = "" if config.take_over == ANY_JOB else config.take_over or ""
             wanted = dict.fromkeys(filter(None, (save, config.persist_dir)))
-            self._leases = [Lease(where, own, forced) for where in wanted]
+            self._leases = [Lease(where, Holder.here(place.job_here, place.agent, agents), forced) for where in wanted]
 
     def acquire(self) -> None:
         """Take all of them, or none. Raises UsageError where another job has one."""

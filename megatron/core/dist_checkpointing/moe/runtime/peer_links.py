@@ -136,15 +136,17 @@ class PeerLinks:
 
     def _caller(self, callers: _Callers, address: str, left: tuple[int, ...]) -> tuple[socket.socket, int]:
         """The next rank that calls, of those that have not. Raises PeerLost."""
-        waited = f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {ranks_named(left)} to connect"
         try:
             found = callers.get(timeout=self._left_s)
         except queue.Empty:
-            raise PeerSilent(f"{waited}: timed out") from None  # some of them may wait for others
+            raise PeerSilent(f"{self._waited(address, left)}: timed out") from None  # some may wait for others
         if found is None:
             callers.put(None)
-            raise PeerLost(f"{waited}: connections were given up")
+            raise PeerLost(f"{self._waited(address, left)}: connections were given up")
         return found
+
+    def _waited(self, address: str, left: tuple[int, ...]) -> str:
+        return f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {ranks_named(left)} to connect"
 
     def _called(self, other: int) -> socket.socket:
         where = "an address that it never told"
