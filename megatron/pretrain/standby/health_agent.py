@@ -64,7 +64,8 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         os.environ[FOLDER] = str(self._beats)
         self._looked_s = 0.0
         self._ran_s, self._stands = dict[int, float](), dict[int, tuple[str, float]]()
-        self._printed, self._killed, self._blameless = set[int](), set[int](), set[int]()
+        self._printed = set[tuple[int, bool]]()
+        self._killed, self._blameless = set[int](), set[int]()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         check_health(self._hygiene.health_check, self._hygiene.health_s)
@@ -145,10 +146,12 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
                 )  # fmt: skip
 
     def _print_stacks(self, ranks: dict[int, int], beats: dict[int, HeartbeatReading], hung: HungRanks) -> None:
-        """Say who stands still, and have all ranks of the node print where they are; once for each time."""
-        if hung.pids <= self._printed:
+        """Say who stands still, and have all ranks of the node print where they are; once for each time, and again
+        where it turns out that one does not even run, which is why it is killed."""
+        standing = {(pid, pid in hung.silent) for pid in hung.pids}
+        if standing <= self._printed:
             return
-        self._printed |= hung.pids
+        self._printed |= standing
         now_s = time.monotonic()
         for pid in sorted(hung.pids, key=ranks.__getitem__):
             beat, state = beats[pid], _state(pid)

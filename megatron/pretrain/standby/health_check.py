@@ -11,6 +11,9 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Hea
 
 GRACE = 0.5
 """How much longer than the timeout processes may stand that all run: what they wait for may be ended elsewhere."""
+LEAST_GRACE_S = 10.0
+"""And at least so long: another node sees after `SILENT_S` that a process does not run, looks once a second, and prints
+stacks for one. Were these processes ended first, that node would restart with them, and be charged with nothing."""
 FIRST = 2.0
 """How many times the timeout the first iteration after a recovery may take: in ranks that are new it also connects and
 compiles, and the others wait for them."""
@@ -72,8 +75,8 @@ def judge(beats: Mapping[int, HeartbeatReading | None], now_s: float, hang_s: fl
     A process that trains and has not moved for `hang_s` stands still, or for `FIRST` times that in the first iteration
     after a recovery, or `START` times that before it; but so do all that wait for it, on this node and on others. Those
     that do not even run, for `hang_s` whatever they were doing, are to blame, and ended at once. Where all run nothing
-    tells who keeps the others waiting: they have half of `hang_s` more for another node to end its own, then all of
-    them are ended.
+    tells who keeps the others waiting: they have half of `hang_s` more, and `LEAST_GRACE_S` at least, for another node
+    to end its own, then all of them are ended.
 
     Args:
         beats: What each process said last, by its number; None: nothing.
@@ -86,5 +89,5 @@ def judge(beats: Mapping[int, HeartbeatReading | None], now_s: float, hang_s: fl
     quiet_s = {pid: now_s - beat.alive_s for pid, beat in due.items()}
     stood = {pid for pid in due if over_s[pid] > 0 or quiet_s[pid] > hang_s}
     silent = frozenset(pid for pid in stood if quiet_s[pid] > min(SILENT_S, hang_s))
-    late = frozenset(pid for pid in stood if over_s[pid] > GRACE * hang_s)
+    late = frozenset(pid for pid in stood if over_s[pid] > max(GRACE * hang_s, LEAST_GRACE_S))
     return HungRanks(frozenset(stood), silent or late, silent)

@@ -126,6 +126,22 @@ def test_where_all_processes_run_they_have_half_as_long_again_for_another_node_t
     assert (hung.to_kill, hung.silent) == ({1, 2}, frozenset())
 
 
+@pytest.mark.parametrize("hang_s", [3.0, 6.0, 60.0])
+@pytest.mark.parametrize("stopped_s", [0.0, 2.0, 4.0])
+def test_a_rank_that_does_not_run_is_ended_before_those_of_other_nodes_that_wait_for_it(
+    stopped_s: float, hang_s: float
+) -> None:
+    """It was stopped so long after its last iteration. Else its node is asked to restart before anything is charged."""
+
+    def ended_s(alive_s: Callable[[float], float]) -> float:
+        times = (tenth / 10 for tenth in range(2000))
+        beats = ((now_s, HeartbeatReading(0.0, alive_s(now_s), Activity.TRAINING)) for now_s in times)
+        return next(now_s for now_s, reading in beats if judge({1: reading}, now_s, hang_s).to_kill)
+
+    stopped, waiting = ended_s(lambda now_s: min(now_s, stopped_s)), ended_s(lambda now_s: now_s)
+    assert stopped + health_agent.LOOK_S + health_agent.STACKS_S + heartbeat.BEAT_S <= waiting
+
+
 def test_a_rank_that_hangs_in_its_first_iteration_after_a_recovery_is_ended_though_it_has_longer_for_it() -> None:
     back = {1: beat(FIRST * T - 1, doing=Activity.REJOINED), 2: beat(FIRST * T - 1, doing=Activity.REJOINED)}
     assert not judge(back, NOW, T).pids, "it may have to connect and to compile"
@@ -354,6 +370,7 @@ def test_a_rank_that_reads_for_ever_before_its_first_iteration_is_told_of_first_
     watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_check, "START", 2.0)
+    monkeypatch.setattr(health_check, "LEAST_GRACE_S", 1.0)
     rank = watched("heartbeat.own_heartbeat().loads()")
     with caplog.at_level(logging.WARNING):
         assert rank.watch(60.0) == -signal.SIGKILL
@@ -361,6 +378,29 @@ def test_a_rank_that_reads_for_ever_before_its_first_iteration_is_told_of_first_
     who, where = rf"local rank 0 \(process {rank.process.pid}, sleeping\)", "it is in start_reading"
     assert re.search(rf"{who} has not come to its first iteration: for \d+ s {where}", first)
     assert re.search(rf"{who} has not come to an iteration for \d+ s; {where}", last)
+
+
+def test_a_rank_that_stands_still_and_turns_out_not_to_run_is_named_as_such_before_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was stopped more than a second after its last iteration, so that it was seen to run since."""
+    hang_s = 60.0
+    process = subprocess.Popen(["sleep", "100"])
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    monkeypatch.setattr(health_agent, "LOOK_S", 0.0)
+    monkeypatch.setattr(health_agent, "STACKS_S", 0.0)
+    monkeypatch.setattr(HealthAgent.__mro__[2], "__init__", lambda agent: None)
+    monkeypatch.setattr(HealthAgent, "_pids", lambda agent: {0: process.pid})
+    agent = HealthAgent(hygiene=HealthOptions(hang_s=hang_s))
+    for alive_s in (4.0, 4.5, 6.0):
+        now_s = time.monotonic()
+        reading = HeartbeatReading(now_s - hang_s - 1, now_s - alive_s, Activity.TRAINING)
+        monkeypatch.setattr(health_agent, "read_beat", lambda folder, pid, reading=reading: reading)
+        agent.kill_hung_ranks()
+    assert process.wait(60) == -signal.SIGKILL
+    stood = [re.sub(r".*process \d+, (.*)\) has trained no iteration.*", r"\1", one) for one in caplog.messages]
+    assert stood[:2] == ["stopped", "stopped, it does not answer"] and len(stood) == 3, caplog.messages
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
