@@ -273,3 +273,25 @@ def test_of_two_that_judge_the_same_lease_one_has_it_afterwards(tmp_path: Path) 
     assert first.renew(b"again\n"), "its file was put back as it was"
     assert sorted(path.name for path in tmp_path.iterdir()) == [LEASE]
     first.let_go()
+
+
+@pytest.mark.parametrize("misses", [3, None])
+def test_who_is_never_fast_enough_waits_between_tries_and_gives_up(tmp_path: Path, misses: int | None) -> None:
+    """As where the cache of a network file system hides a file that is there."""
+    tries, waited = 0, list[float]()
+
+    class Crowded(FolderPlace):
+        def take(self, content: bytes, instead_of: bytes | None) -> bool:
+            nonlocal tries
+            tries += 1
+            return tries > misses and super().take(content, instead_of) if misses is not None else False
+
+    lease = Lease(str(tmp_path), Holder.here("a"), place=Crowded(tmp_path), wait=waited.append)
+    if misses is None:
+        with pytest.raises(UsageError, match=f"{LEASE} cannot be taken"):
+            lease.acquire()
+        assert STALE_S <= sum(waited) <= STALE_S + 2
+    else:
+        lease.acquire()
+        assert len(waited) == misses and all(waited)
+    lease.release()

@@ -183,9 +183,9 @@ class Lease:
         """Take the lease and begin to renew it; waits for `STALE_S` at most where only watching tells.
 
         A place in which nothing can be written has none: that is a warning. Raises UsageError where another job, or
-        another start of this one, has it.
+        another start of this one, has it, or others are faster at each try for `STALE_S`.
         """
-        seen, quiet_s = None, 0.0
+        seen, quiet_s, missed = None, 0.0, 0
         while True:
             begun_s = time.monotonic()
             try:
@@ -204,6 +204,11 @@ class Lease:
                 except (OSError, StoreFailure) as error:
                     self._warn(error)
                     return
+                # Another process was faster, or what is there cannot be seen yet, as in a stale cache of NFS.
+                missed += 1
+                if missed > STALE_S / POLL_S:
+                    raise UsageError(f"{self._where}/{LEASE} cannot be taken: it changed at each of {missed} tries")
+                self._wait(POLL_S)
                 continue
             if found is not None and (judged(found, self._own) is Verdict.REFUSE or seen not in (None, content)):
                 raise UsageError(self._refusal(found))
