@@ -8,6 +8,7 @@ another file, and only then the agent hears of the nodes. Where workers do not a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typing import Any
 from torch.distributed.launcher import api as launcher
 
 from megatron.core.dist_checkpointing.moe.standby.joining import FOLDER, Joining
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
 """How long nodes wait at most: training may be long in an iteration, or in a save."""
@@ -37,7 +40,10 @@ class DeferredNodeCount:
             return 0
         if self._since_s is None:
             self._since_s = self._now_s()
-            self._joining.ask()
+            try:
+                self._joining.ask()
+            except OSError as error:
+                log.warning("workers cannot be asked to make way (%s): nodes wait for %g s", error, PATIENCE_S)
         is_due = self._joining.is_ready or self._now_s() - self._since_s > PATIENCE_S
         return waiting if is_due else 0
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.moe.extensions.elastic.growth import Growt
 from megatron.core.dist_checkpointing.moe.standby.joining import FOLDER, Joining
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import installed
-from megatron.pretrain.standby.growth import patient_nodes
+from megatron.pretrain.standby.growth import PATIENCE_S, DeferredNodeCount, patient_nodes
 
 SIZES = {"world_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "num_experts": 4}
 SIZES |= {"context_parallel_size": 1, "expert_model_parallel_size": 1, "distributed_timeout_minutes": 1}
@@ -152,3 +152,19 @@ def test_workers_that_start_again_are_asked_anew_though_nodes_still_wait(
     assert not joining.is_asked, "workers would make way in their first iteration"
     assert handler.num_nodes_waiting() == 0, "these workers have just begun, and one more node waits"
     assert joining.is_asked
+
+
+def test_a_folder_that_is_gone_delays_nodes_and_ends_no_launcher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, gone = 0.0, tmp_path / "removed by a cleaner of temporary files"
+    deferred = DeferredNodeCount(lambda: 1, Joining(gone), lambda: now_s)
+    assert deferred() == 0
+    assert deferred() == 0
+    assert caplog.text.count("cannot be asked to make way") == 1 and str(gone) in caplog.text
+    now_s = PATIENCE_S + 1
+    assert deferred() == 1
+    own = Growth(ELASTIC, args(), Joining(gone))
+    own.makes_way = True
+    with pytest.raises(NewProcessesNeeded, match=r"does not learn of the end.*removed by a cleaner"):
+        own.make_way(lambda: False)

@@ -21,7 +21,7 @@ class Joining:
         return self._asked.exists()
 
     def ready(self) -> None:
-        """For workers: training has come to an end, and everything is protected."""
+        """For workers: training has come to an end, and everything is protected. Raises OSError."""
         self._ready.touch()
 
     @property
@@ -30,7 +30,7 @@ class Joining:
         return self._ready.exists()
 
     def ask(self) -> None:
-        """For agents: nodes wait."""
+        """For agents: nodes wait. Raises OSError."""
         self._asked.touch()
 
     def forget(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...config import MoECheckpointConfig
-from ...errors import NewProcessesNeeded, PeerLost, Terminated
+from ...errors import NewProcessesNeeded, PeerLost, Terminated, format_error
 from ...standby.joining import Joining, joining_here
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,14 @@ class Growth:
 
         Raises:
             Terminated: It has.
-            NewProcessesNeeded: The launcher did nothing in time.
+            NewProcessesNeeded: The launcher did nothing in time, or cannot be told.
         """
         if self._joining is None or not self.makes_way:
             return
-        self._joining.ready()
+        try:
+            self._joining.ready()
+        except OSError as error:
+            raise NewProcessesNeeded(f"the launcher does not learn of the end: {format_error(error)}") from error
         until_s = time.monotonic() + MAKE_WAY_S
         while time.monotonic() < until_s:
             if is_told_to_end():
