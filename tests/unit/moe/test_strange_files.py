@@ -65,6 +65,7 @@ STRANGE: dict[str, Callable[[Path, bytes], object]] = {
     "truncated": lambda path, was: path.write_bytes(was[: len(was.rstrip(b"\0")) // 2]),
     "empty": lambda path, was: path.touch(),
     "random bytes": lambda path, was: path.write_bytes(os.urandom(4096)),
+    "more digits than int() takes": lambda path, was: path.write_bytes(b"9" * 5000),
 }
 
 

@@ -215,7 +215,7 @@ def _transient(args: Any, root: Path | None) -> _Loadable | None:
         return None
     folder = args.non_persistent_global_ckpt_dir or (None if root is None else root / "non_persistent")
     text = None if folder is None else _tracker(Path(folder))
-    if folder is None or text is None or not text.isdecimal():
+    if folder is None or text is None or not text.isdecimal() or len(text) > 18:
         return None
     return _Loadable(Path(folder), f"iter_{int(text):07d}")
 

@@ -185,8 +185,8 @@ def _iteration_in(folder: str) -> int:
         return -1
     if not text:  # its writer was killed
         return max(CheckpointDirectory(folder).iterations(), default=-1)
-    # A released model, which training begins from.
-    return int(text) if text.isdecimal() else 0
+    # A released model, which training begins from; or what loading refuses, such as more digits than `int` takes.
+    return int(text) if text.isdecimal() and len(text) <= 18 else 0
 
 
 # Checkpoints of the stock loop with state of few bits as it is, which Megatron-Core would save in fp32.
