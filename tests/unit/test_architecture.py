@@ -303,14 +303,14 @@ def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
         assert not [test for test in tests if "session is" in test], name
 
 
-PRIVATE_ACCESSES = 109
+PRIVATE_ACCESSES = 110
 """Of tests, mostly hooks that change a running job from within; lower it when one goes. Two came with the probes of a
 rank that is slow to accept, and one with the state of a rendezvous that is cut off: neither shows anywhere else.
 Two are of the job with standbys, whose ranks say where their weights lie; two of a GPU that spins as torch aborts. Ten
 take a wait out of the code, or ask the device as a survivor does: on the asynchronous device they must show. Five give
 a recovery drawn inventories, and ask what it takes of them. Nine are of waits of a start that time out, and of buffers
 of DeepEP and graphs, which their packages keep to themselves. Six play captures of CUDA graphs, and records of what
-stages sent."""
+stages sent. One opens a part of a session: for how long it serves other nodes shows after minutes elsewhere."""
 
 
 def test_tests_reach_into_privates_nowhere_new() -> None:

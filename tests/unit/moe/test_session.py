@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import inspect
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.resharding.store import PreviousLayout
+from megatron.core.dist_checkpointing.moe.runtime import protected_session
+from megatron.core.dist_checkpointing.moe.runtime.opening import RECOVERY_PATIENCE
 from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 from megatron.core.dist_checkpointing.moe.runtime.session import Request, Session
 
@@ -27,3 +33,20 @@ def test_nothing_happens_in_it_but_the_loading_of_a_checkpoint() -> None:
     with session.stepping(8, None, None):
         assert session.before_optimizer() == 0.0
     assert session.report() is None and session.communicator is None
+
+
+def test_what_another_layout_left_is_served_for_as_long_as_a_recovery_may_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Made(Exception):
+        pass
+
+    def made(*given: Any, **named: Any) -> None:
+        raise Made(inspect.signature(PreviousLayout).bind(*given, **named).arguments)
+
+    monkeypatch.setattr(protected_session, "PreviousLayout", made)
+    session = Mock(config=MoECheckpointConfig(timeout_s=5.0))
+    with pytest.raises(Made) as found:
+        ProtectedSession._prepare_restart(session, None)
+    assert found.value.args[0]["transport"] is session.patient
+    assert found.value.args[0]["waits_s"] == RECOVERY_PATIENCE * 5.0, "a rank may read slow storage before it asks"
