@@ -284,6 +284,7 @@ def test_who_is_never_fast_enough_waits_between_tries_and_gives_up(tmp_path: Pat
         def take(self, content: bytes, instead_of: bytes | None) -> bool:
             nonlocal tries
             tries += 1
+            assert tries <= STALE_S + 2, "it does not give up"
             return tries > misses and super().take(content, instead_of) if misses is not None else False
 
     lease = Lease(str(tmp_path), Holder.here("a"), place=Crowded(tmp_path), wait=waited.append)
