@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attempts import Cluster
 from runs import Launch, Layout, Train, differences, digest, flags
-from world import ROOT
+from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
 pytestmark = pytest.mark.ci
 
@@ -49,7 +49,9 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
     faults = [part for at in range(strikes - building) for part in ("--moe-ckpt-inject-fault", f"1@{3 + at}")]
     environment = {"NNODES": "2", "NPROC": "1", "MAX_RESTARTS": "6", "MOE_CKPT_STRIKES": f"{strikes}/1h", **settings}
     ended = launch(
-        ["scripts/train_cpu.sh", *flags(corpus, LAYOUT, *protect, *faults, "--save", str(struck))], **environment
+        ["scripts/train_cpu.sh", *flags(corpus, LAYOUT, *protect, *faults, "--save", str(struck))],
+        timeout_s=HANG_TIMEOUT_S + RECOVERY_TIMEOUT_S * strikes,  # each ends in a new process, the last on a new node
+        **environment,
     )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said

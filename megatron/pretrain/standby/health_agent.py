@@ -120,7 +120,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         for pid in hung.to_kill - self._killed:
             self._killed.add(pid)
             log.error("%s: killed process %d (local rank %d): hang timeout", node_name(), pid, ranks[pid])
-            if pid not in hung.silent:
+            if pid not in hung.to_blame:
                 self._blameless.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -62,11 +62,12 @@ def is_to_blame(exit_code: int, beat: HeartbeatReading | None, told_to_end: int)
 
 class HungRanks(NamedTuple):
     """pids: processes that stand still. to_kill: those that have to be ended now. silent: of these, those that do not
-    even run, which is why the others stand."""
+    even run, which is why the others stand. to_blame: of these, all but those that lost a peer and are slow to end."""
 
     pids: frozenset[int] = frozenset()
     to_kill: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
+    to_blame: frozenset[int] = frozenset()
 
 
 def judge(beats: Mapping[int, HeartbeatReading | None], now_s: float, hang_s: float) -> HungRanks:
@@ -90,4 +91,5 @@ def judge(beats: Mapping[int, HeartbeatReading | None], now_s: float, hang_s: fl
     stood = {pid for pid in due if over_s[pid] > 0 or quiet_s[pid] > hang_s}
     silent = frozenset(pid for pid in stood if quiet_s[pid] > min(SILENT_S, hang_s))
     late = frozenset(pid for pid in stood if over_s[pid] > max(GRACE * hang_s, LEAST_GRACE_S))
-    return HungRanks(frozenset(stood), silent or late, silent)
+    to_blame = frozenset(pid for pid in silent if due[pid].doing is not Activity.LOST_A_PEER)
+    return HungRanks(frozenset(stood), silent or late, silent, to_blame)
