@@ -62,7 +62,7 @@ def is_to_blame(exit_code: int, beat: HeartbeatReading | None, told_to_end: int)
 
 class HungRanks(NamedTuple):
     """pids: processes that stand still. to_kill: those that have to be ended now. silent: of these, those that do not
-    even run, which is why the others stand. to_blame: of these, all but those that lost a peer and are slow to end."""
+    even run, which is why the others stand. to_blame: of these, all but ranks that lost a peer and are slow to end."""
 
     pids: frozenset[int] = frozenset()
     to_kill: frozenset[int] = frozenset()
