@@ -53,6 +53,9 @@ NON_EXPERT = OperatorId(0, OperatorKind.NON_EXPERT)
 _REMEMBERED = 1024
 """Newest snapshots that are kept as if no one freed them."""
 
+COPIED_AFTER = 1
+"""Iterations from a snapshot's own until a fault finds it complete: copies end before the next optimizer step."""
+
 ENDLESS = 10**9
 """Iterations of a training whose end plays no part."""
 
@@ -69,6 +72,19 @@ class SettledSnapshot:
     pieces: tuple[Piece, ...]
     stored: Strategy = field(repr=False)
     persisted: tuple[SnapshotPlan, ...] = ()
+
+
+def newest_usable(iteration: int, latency: int = COPIED_AFTER) -> int:
+    """The newest iteration whose snapshot a fault finds complete; 0: none.
+
+    The fault strikes before the optimizer step of the iteration that it cuts off. After that step, a job can have one
+    snapshot more.
+
+    Args:
+        iteration: Number of the iteration that the fault cuts off, counted from 0: as many have ended.
+        latency: Iterations from a snapshot until it can be used.
+    """
+    return max(0, iteration - latency)
 
 
 class Driver:
@@ -127,7 +143,7 @@ class Driver:
     def recovered(self) -> RecoveryPlan:
         """Lose the iteration under way and the newest snapshot, which is still being copied, and continue from the one
         before, by the strategy's own plan on one rank. Right after another recovery nothing is being copied."""
-        newest = self.iteration - self._has_news
+        newest = newest_usable(self.iteration, COPIED_AFTER if self._has_news else 0)
         usable = tuple(plan for plan in self._plans if plan.iteration <= newest)
         copies = tuple(Copy(0, plan, Tier.PEER_MEMORY, 0) for plan in usable)
         inventory = Inventory({0: frozenset(self._job.operators)}, {0: copies})

@@ -22,15 +22,15 @@ from megatron.core.dist_checkpointing.moe.types import (
     full_plan,
 )
 
-from .driver import Driver, SettledSnapshot
+from .driver import COPIED_AFTER, Driver, SettledSnapshot, newest_usable
 from .planning import LAST, PlannedJob
 
 
 def recovery_of(planned: PlannedJob, lost: Lost, iteration: int | None) -> tuple[RecoveryPlan, int]:
     """The recovery that the strategy plans after a loss, and the iteration after which the job failed.
 
-    Every snapshot was replicated before the next iteration. Lost ranks lose their process, lost nodes their memory as
-    well; where boundary logs are kept, all others have parked their state.
+    The newest snapshot may still be under way (`newest_usable`). Lost ranks lose their process, lost nodes their memory
+    as well; where boundary logs are kept, all others have parked their state.
 
     Raises UsageError where nothing was snapshotted by then, UnreadableCheckpoint where no state is left.
 
@@ -77,16 +77,16 @@ class _History:
 
 
 def _history(planned: PlannedJob, iteration: int | None) -> _History:
-    """What there is after `iteration`; None takes the worst one: the one before another state would be whole, once the
+    """What there is after `iteration`; None takes the worst one: the last before another state is complete, once the
     strategy has settled. Only then are the experts of `pec` as old as they get."""
     history = _History()
-    for snapshot in planned.start().snapshots(LAST if iteration is None else iteration):
+    for snapshot in planned.start().snapshots(LAST if iteration is None else newest_usable(iteration)):
         completes = snapshot.plan.iteration == snapshot.pieces[0].span[-1]
         if iteration is None and completes and snapshot.plan.iteration > planned.turn[-1].plan.iteration:
-            return replace(history, target=snapshot.plan.iteration - 1)
+            return replace(history, target=snapshot.plan.iteration - 1 + COPIED_AFTER)
         history.take(snapshot)
     if not history.kept:
-        first = next(planned.start().snapshots(LAST)).pieces[0].span[-1]
+        first = next(planned.start().snapshots(LAST)).pieces[0].span[-1] + COPIED_AFTER
         raise UsageError(f"--iteration is {iteration}, but the first snapshot is complete after iteration {first}")
     return replace(history, target=iteration or 0)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import seldom
 from simulated import EXPERTS, LAYERS, Simulation
+from simulated_world.world import Event
 
 from megatron.core.dist_checkpointing.moe import strategies
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -23,7 +24,7 @@ from megatron.core.dist_checkpointing.moe.stock import flags as stock_flags
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy
 from megatron.core.dist_checkpointing.moe.types import ModelShape, SnapshotPlan
 from moe_ckpt.commands.counts_file import load_counts
-from moe_ckpt.simulator.driver import Driver
+from moe_ckpt.simulator.driver import Driver, newest_usable
 
 CONFIG = MoECheckpointConfig(replicas=1, persist_dir="disk", persist_interval=8, timeout_s=60.0)
 JOBS = {
@@ -113,6 +114,23 @@ def test_the_planner_drives_a_new_strategy() -> None:
     assert refused.returncode == 2
     assert "does not go with seldom" in refused.stderr.splitlines()[-1]
     assert "the strategy restores no state" in planned("nothing").stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ended", [4, 5, 6])
+@pytest.mark.parametrize(("strategy", "flags"), [("full", {"interval": 2}), ("sparse", {"window": "2"})])
+def test_a_fault_before_the_step_finds_the_snapshots_that_the_planner_expects(
+    strategy: str, flags: dict[str, Any], ended: int
+) -> None:
+    simulation = Simulation(MoECheckpointConfig(strategy=strategy, replicas=1, timeout_s=60.0, **flags))
+
+    def strikes(rank: int, event: Event) -> bool:
+        job = simulation.job
+        at_the_end_of_the_passes = event.text == "forward pass changes random/cuda"
+        return at_the_end_of_the_passes and rank == 2 and not job.starts and job.models[rank].iteration == ended  # type: ignore[union-attr]
+
+    _, _, starts = simulation.run(1, should_crash=strikes)
+    assert len(starts) == 2
+    assert {outcome.plan.target for _, outcome in simulation.told.outcomes} == {newest_usable(ended) // 2 * 2}
 
 
 class Recorded:

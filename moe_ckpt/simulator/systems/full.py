@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.core.dist_checkpointing.moe.strategies import Costs
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
-from ..driver import ENDLESS, SETTLED_AFTER, Driver, layer_job
+from ..driver import COPIED_AFTER, ENDLESS, SETTLED_AFTER, Driver, layer_job
 from ..ettr import ettr, expected_recovery_s, gemini_oracle
 from .links import Replicas, SystemSetting
 
@@ -181,7 +181,7 @@ def _lagging(setting: SystemSetting, replicas: int) -> _Dense:
     at_once = _in_memory(setting, replicas)
     host_s = max(0.0, setting.whole_bytes / setting.host_bytes_per_s - setting.iteration_s)
     copy_s = setting.whole_bytes / setting.peer_bytes_per_s(replicas)
-    latency = max(1, math.ceil(copy_s / max(setting.free_s, 1e-6 * setting.iteration_s)))
+    latency = max(COPIED_AFTER, math.ceil(copy_s / max(setting.free_s, 1e-6 * setting.iteration_s)))
     return replace(at_once, stall_s=host_s + setting.slowed_s(setting.whole_bytes, replicas), latency=latency)
 
 
@@ -189,7 +189,7 @@ def _in_memory(setting: SystemSetting, replicas: int) -> _Dense:
     """A checkpoint in the memory of a node and of peers, of which training waits for what it has no time for."""
     copy_s = setting.whole_bytes / setting.peer_bytes_per_s(replicas)
     stall_s = max(0.0, copy_s - setting.free_s) + setting.slowed_s(setting.whole_bytes, replicas)
-    return _Dense(stall_s, 1, setting.load_s)
+    return _Dense(stall_s, COPIED_AFTER, setting.load_s)
 
 
 def _oracle(dense: _Dense, setting: SystemSetting, mtbf_s: float) -> int:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.moe.types import Part
 
 from ..behaviour import Nodes, RecoveryCost
 from ..constants import Constants
+from ..driver import newest_usable
 from ..inputs import Cluster, IterationCost, TrainingJob
 from ..replicas import surviving
 
@@ -182,8 +183,7 @@ def since(iteration: int, interval: int, latency: int) -> int:
         interval: Iterations between two checkpoints.
         latency: Iterations from a checkpoint until it can be used.
     """
-    usable = iteration - latency
-    return iteration - (usable // interval * interval if usable > 0 else 0)
+    return iteration - newest_usable(iteration, latency) // interval * interval
 
 
 def needs_experts(system: str, job: TrainingJob) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
+from ..driver import COPIED_AFTER
 from .links import Replicas, SystemSetting
-
-_LATENCY = 1
-"""Iterations until a snapshot can be used."""
 
 
 class LossyBehaviour(Behaviour):
@@ -22,10 +20,10 @@ class LossyBehaviour(Behaviour):
     ) -> None:
         def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
             if replicas.survive(down):
-                return setting.rewind(iteration, 1, _LATENCY, setting.load_s)
+                return setting.rewind(iteration, 1, COPIED_AFTER, setting.load_s)
             return setting.from_storage(iteration)
 
-        expected_s = setting.restart(setting.load_s, 0, (1 / 2 + _LATENCY) * setting.iteration_s).total_s
+        expected_s = setting.restart(setting.load_s, 0, (1 / 2 + COPIED_AFTER) * setting.iteration_s).total_s
         super().__init__(name, setting.iteration_s, 1, 1, overhead_s, expected_s, recover, k_share=k_share)
         self._setting, self._replicas = setting, replicas
         self._lost_iterations = 0.0

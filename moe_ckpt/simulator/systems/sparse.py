@@ -14,10 +14,10 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, ReplayS
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..cost import operator_flops
-from ..driver import Driver, plan_bytes, strategy_job
+from ..driver import COPIED_AFTER, Driver, plan_bytes, strategy_job
 from ..inputs import TrainingJob
 from ..shards import owned_operators, shard_sizes
-from .links import Replicas, SystemSetting
+from .links import Replicas, SystemSetting, since
 
 Stages = tuple[int, ...]
 
@@ -288,11 +288,10 @@ class _Recovery:
         return down_s + total_s / len(topology.ranks_by_node) + setting.iteration_s / 2
 
     def _rewind(self, iteration: int) -> tuple[int, int]:
-        """Iterations of a window to replay, and iterations after it. The last snapshot of a window is on its way to the
-        peers for one iteration more; until there is a whole window, training begins again at its start."""
-        if iteration <= self._replay.window:
-            return 0, iteration
-        return self._replay.window, (iteration - 1) % self._replay.window
+        """Iterations of a window to replay, with the first after it, and the iterations after that; until there is a
+        complete window, training begins again at its start."""
+        again = since(iteration, self._replay.window, COPIED_AFTER)
+        return (0, again) if again == iteration else (self._replay.window, again - COPIED_AFTER)
 
     def _stages_of(self, nodes: Nodes) -> set[int]:
         topology = self._setting.job.topology

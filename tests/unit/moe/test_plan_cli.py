@@ -193,7 +193,7 @@ def test_replicas_that_protect_from_nothing_are_told(run: Run) -> None:
 def test_the_loss_of_a_node_sends_its_stage_back_and_nobody_else(facts: Facts) -> None:
     data = facts(*SPARSE, "--moe-ckpt-window", "6", "--lost-nodes", "1")
     (segment,) = data["segments"]
-    assert (data["scope"], segment["stages"], data["iterations_replayed"]) == ("local", [1], 2 * 6 - 2)
+    assert (data["scope"], segment["stages"], data["iterations_replayed"]) == ("local", [1], 2 * 6 - 1)
     assert {row["tier"]: row["ranks"] for row in data["read_from"]} == {"parked": 24, "peer memory": 8}
     parts = {row["part"]: row["predicted_s"] for row in data["timeline"]}
     assert list(parts) == ["detect", "restart", "rendezvous", "fetch", "replay", "all"]
@@ -214,9 +214,31 @@ def test_without_boundary_logs_the_whole_job_goes_back(facts: Facts) -> None:
 
 def test_ranks_read_their_full_state_from_the_tier_that_has_it(facts: Facts) -> None:
     data = facts(*FULL, "--lost-ranks", "1", "--moe-ckpt-replicas", "0", "--moe-ckpt-interval", "10")
-    assert data["iterations_trained_again"] + data["iterations_replayed"] == 9
+    assert data["iterations_trained_again"] + data["iterations_replayed"] == 10
     read = {row["tier"]: row["read_bytes"] for row in data["read_from"]}
     assert sum(read.values()) == 12 * PRESETS["Mixtral-8x7B"].total_parameters
+
+
+@pytest.mark.parametrize("last", range(11, 18))
+def test_the_facts_and_the_timeline_go_back_to_the_same_state(facts: Facts, last: int) -> None:
+    job = (*FULL, "--lost-ranks", "1", "--moe-ckpt-interval", "6", "--iteration-time", "1", "--iteration", str(last))
+    data = facts(*job)
+    (replay,) = [row["predicted_s"] for row in data["timeline"] if row["part"] == "replay"]
+    assert replay == pytest.approx(data["iterations_trained_again"])
+    assert data["recovered_iteration"] == (12 if last > 12 else 6)
+
+
+@pytest.mark.parametrize("recovery", ["local", "global"])
+def test_a_fault_at_the_end_of_a_window_replays_the_window_before(facts: Facts, recovery: str) -> None:
+    job = (*SPARSE, "--moe-ckpt-window", "6", "--moe-ckpt-recovery", recovery, "--lost-nodes", "1", "--iteration")
+    again, replay_s = zip(*(_again(facts(*job, str(last))) for last in (11, 12, 13)), strict=True)
+    assert again == (10, 11, 6)
+    assert replay_s[0] - replay_s[2] == pytest.approx(4 * (replay_s[1] - replay_s[0]))
+
+
+def _again(data: dict[str, Any]) -> tuple[int, float]:
+    (replay_s,) = [row["predicted_s"] for row in data["timeline"] if row["part"] == "replay"]
+    return data["iterations_replayed"] + data["iterations_trained_again"], replay_s
 
 
 def test_partial_checkpoints_lose_the_tokens_of_stale_experts(facts: Facts, tmp_path: Path) -> None:
