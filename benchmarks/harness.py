@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -135,6 +136,43 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """The median, and the quartiles in brackets."""
     low, median, high = quartiles(values)
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of least squares through so many points, whose x have this mean and sum of squares about it.
+
+    variance: of the points about the line; 0 where two points define it.
+    """
+
+    slope: float
+    intercept: float
+    points: int
+    mean: float
+    around: float
+    variance: float
+
+    @property
+    def slope_error(self) -> float:
+        """Standard error of the slope."""
+        return math.sqrt(self.variance / self.around)
+
+    def at(self, x: float) -> float:
+        """The line there."""
+        return self.intercept + self.slope * x
+
+    def error_at(self, x: float) -> float:
+        """Standard error of the line there."""
+        return math.sqrt(self.variance * (1 / self.points + (x - self.mean) ** 2 / self.around))
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> Line:
+    """The line of least squares through points (x, y), at two values of x or more."""
+    xs, ys = zip(*points, strict=True)
+    line, mean = statistics.linear_regression(xs, ys), statistics.fmean(xs)
+    left = sum((y - line.slope * x - line.intercept) ** 2 for x, y in points)
+    around = sum((x - mean) ** 2 for x in xs)
+    return Line(line.slope, line.intercept, len(points), mean, around, left / max(1, len(points) - 2))
 
 
 def row(*cells: object) -> str:

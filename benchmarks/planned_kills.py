@@ -3,7 +3,9 @@
 A job of each layout and strategy loses a process five times, each time elsewhere between two snapshots. The unit is an
 iteration of the same processes between the faults. Experts are padded to a capacity, so that shapes, and with them
 kernels, stay the same. A null predictor stands beside it: what the faults of all other jobs cost on average. Intervals
-are of what measured was by predicted in all other jobs.
+are of what measured was by predicted in all other jobs. Regressions, with standard errors, say what an iteration that
+is run again takes by how far a fault goes back, and what an iteration takes by the depth of the model: jobs of three
+depths predict the one of a fourth, between them, that runs in the same turn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness import STEADY, UNTIED, Benchmark, row, rule, start, under_faults, where
+from harness import STEADY, UNTIED, Benchmark, fitted, row, rule, start, under_faults, where
 from localized_recovery import recoveries
 
 from moe_ckpt.simulator.events import estimate
@@ -37,6 +39,8 @@ SHAPE = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --moe-ffn-hidden-size 256 --num-experts 8"
     f" --moe-router-topk 2 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 {UNTIED}"
 )
+DEPTHS, OWN_DEPTH, TRAINED = (2, 6, 8), 4, 24
+"""Layers of jobs that predict the iteration of one with as many as the model has, and iterations of each."""
 SMALL = SHAPE.replace("128", "32").replace("256", "64")
 PADDED = f"--bf16 {STEADY} --moe-expert-capacity-factor 2.0 --moe-pad-expert-input-to-capacity"
 FAULTS = ("1@15:forward-backward", "0@28:step", "1@41:start", "0@54:step", "1@67:start")
@@ -70,7 +74,11 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     names, faults, model = (list(CASES)[::2][:2], FAULTS[:1], SMALL) if quick else (list(CASES), FAULTS, SHAPE)
     last = ITERATIONS if not quick else 22
     found: list[dict[str, Any]] = []
-    for _ in range(turns):
+    depths: dict[str, list[tuple[int, float]]] = {"PP=2": []} if quick else {"PP=2": [], "EP=2": []}
+    for turn in range(turns):
+        for name, layout in zip(depths, (STAGES, EXPERTS), strict=False):
+            for layers in sorted((*DEPTHS, OWN_DEPTH), reverse=bool(turn % 2))[: 3 if quick else None]:
+                depths[name].append((layers, pace(model, layout, layers)))
         for name in names:
             layout, strategy, scope = CASES[name]
             expected = [predicted(model, layout, strategy, fault) for fault in faults]
@@ -78,23 +86,34 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
             lines = under_faults(flags, layout, faults)
             came = recoveries(lines, scope)
             each = [
-                {"at": at, "predicted": told, "again_s": one["again_s"], "restart_s": one["restart_s"]}
+                {"at": at, **told, **{key: one[key] for key in ("again", "again_s", "restart_s")}}
                 for at, told, one in zip(faults, expected, came, strict=True)
             ]
             found.append({"case": name, "iteration_s": iteration_s(lines), "faults": each})
             print(f"{name}: {found[-1]}", flush=True)
-    return {"model": f"{model} {PADDED}", "cases": found}
+    return {"model": f"{model} {PADDED}", "cases": found, "depths": depths}
 
 
-def predicted(model: str, layout: dict[str, str], strategy: str, fault: str) -> float:
-    """Iterations that are run again after a fault, by `moe-ckpt plan` from the flags of the job, before it runs."""
+def pace(model: str, layout: dict[str, str], layers: int) -> float:
+    """Seconds of an iteration of a job with so many layers, without checkpoints."""
+    flags = f"{model.replace(f'--num-layers {OWN_DEPTH}', f'--num-layers {layers}')} {PADDED} --train-iters {TRAINED}"
+    return iteration_s(under_faults(flags, layout, ()))
+
+
+def predicted(model: str, layout: dict[str, str], strategy: str, fault: str) -> dict[str, float]:
+    """What is run again after a fault, by `moe-ckpt plan` from the flags of the job, before it runs.
+
+    Returns:
+        predicted: in iterations of training, of which a replay with frozen operators is a part. planned: how many.
+    """
     rank, _, at = fault.partition(":")[0].partition("@")
     flags = f"{model} --swiglu --disable-bias-linear --normalization RMSNorm --vocab-size 257 --world-size 2"
     flags += f" --pp {layout['PP']} --ep {layout['EP']} --ranks-per-node 1 --iteration-time 1s --moe-ckpt-replicas 0"
     command = [sys.executable, "-m", "moe_ckpt", "plan", *flags.split(), "--moe-ckpt-strategy", *strategy.split()]
     command += ["--lost-ranks", rank, "--iteration", str(int(at) - 1), "--json"]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return float(next(part["predicted_s"] for part in told["timeline"] if part["part"] == "replay"))
+    (replay_s,) = [part["predicted_s"] for part in told["timeline"] if part["part"] == "replay"]
+    return {"predicted": replay_s, "planned": told["iterations_replayed"] + told["iterations_trained_again"]}
 
 
 def iteration_s(lines: Sequence[dict[str, Any]]) -> float:
@@ -180,15 +199,52 @@ def page(result: dict[str, Any]) -> list[str]:
     for name, found in both.items():
         covered = f"{sum(one.is_covered for one in found)} of {len(found)}"
         lines.append(row(name, f"{error(found, 'predicted'):.2f}", f"{error(found, 'null'):.2f}", covered))
+    lines += ["", *regressions(result, both["run again"])]
     better = [f"{name}: {'better' if beats(found) else 'NOT better'}" for name, found in both.items()]
     return [
         *lines,
-        "",
         "Null predictor: the mean of what the faults of all other jobs cost, which knows no layout, no strategy and not"
         f" where the fault lies between two snapshots. Ours is, {'; '.join(better)}. Intervals (95 %, for one more"
         " fault) are from measured by predicted in all other jobs. Seconds of a restart are not predicted: they are the"
         " median of the other jobs. Iteration times are not predicted either: they are the unit.",
     ]
+
+
+def regressions(result: dict[str, Any], found: Sequence[Outcome]) -> list[str]:
+    """What regressions say, and how many iterations were run again as planned."""
+    line = fitted([(one.predicted, one.measured) for one in found])
+    lines = [
+        f"By least squares over these {len(found)} faults a predicted iteration takes {line.slope:.2f} ±"
+        f" {line.slope_error:.2f} iterations (standard error), and each fault {line.at(0):.2f} ±"
+        f" {line.error_at(0):.2f} more.",
+        "",
+    ]
+    if counted := [one for case in result["cases"] for one in case["faults"] if "planned" in one]:
+        right = sum(one["planned"] == one["again"] for one in counted)
+        lines += [f"As many iterations as planned were run again after {right} of {len(counted)} faults.", ""]
+    if not (depths := result.get("depths")):
+        return lines
+    lines += [
+        f"Seconds of an iteration without checkpoints by the depth of the model. The job of {OWN_DEPTH} layers is"
+        " predicted by the line through those of other depths, with its standard error. The null predictor scales the"
+        " deepest.",
+        "",
+        row("layout", "layers of the line", "of a layer", "predicted", "measured", "null predictor"),
+        rule(6, 2),
+    ]
+    for name, jobs in depths.items():
+        others = [(layers, took_s) for layers, took_s in jobs if layers != OWN_DEPTH]
+        line, deepest = fitted(others), max(layers for layers, _ in others)
+        own_s, deepest_s = (
+            statistics.fmean(took_s for layers, took_s in jobs if layers == at) for at in (OWN_DEPTH, deepest)
+        )
+        lines.append(
+            row(name, ", ".join(map(str, sorted({layers for layers, _ in others}))),
+                f"{line.slope:.4f} ± {line.slope_error:.4f}",
+                f"{line.at(OWN_DEPTH):.3f} ± {line.error_at(OWN_DEPTH):.3f}",
+                f"{own_s:.3f}", f"{deepest_s * OWN_DEPTH / deepest:.3f}")
+        )  # fmt: skip
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

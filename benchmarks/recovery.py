@@ -13,13 +13,16 @@ from typing import Any
 
 from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
 
-BENCHMARK = Benchmark("recovery", 3, "recovery.md")
+from moe_ckpt.simulator.events import estimate
+
+BENCHMARK = Benchmark("recovery", 5, "recovery.md")
 RANKS, WINDOW = 4, 4
 KINDS = {
     "in place": ("auto", 1),
     "standbys": ("auto", RANKS),
     "new processes": ("auto", 0),
     "all stages, in place": ("global", 1),
+    "all stages, standbys": ("global", RANKS),
     "all stages, new processes": ("global", 0),
 }
 """--moe-ckpt-recovery, and standbys of the job."""
@@ -75,6 +78,12 @@ def _ratios(result: dict[str, Any], kind: str) -> list[float]:
     return [_back_s(one) / _back_s(other) for one, other in pairs]
 
 
+def _of_jobs(result: dict[str, Any], kind: str) -> str:
+    """The mean over jobs, as recoveries of one job are alike, with Student's 95 % interval."""
+    found = estimate([statistics.fmean(map(_back_s, of_round[kind])) for of_round in result["rounds"]])
+    return f"{found.mean:.2f} ± {found.half_width:.2f}" if found.runs > 1 else f"{found.mean:.2f}"
+
+
 def page(result: dict[str, Any]) -> list[str]:
     """Medians and, in brackets, quartiles."""
     kinds = [kind for kind in KINDS if kind in result["rounds"][0]]
@@ -85,11 +94,13 @@ def page(result: dict[str, Any]) -> list[str]:
         f"{RANKS} processes (PP=2, EP=2) {where(result)}; `sparse` with a window of {WINDOW}. A rank is killed. In"
         " place the others keep their processes, and a standby takes its slot; else all ranks start again, from"
         " standbys that have done their imports, or as new processes. The struck stage alone goes back, or all stages"
-        " where that is said. Iterations that are run again are left out of the first two rows.",
+        f" where that is said. Each kind has {len(result['rounds'])} jobs and {len(back)} recoveries. Iterations"
+        " that are run again are left out of the first three rows; ± is half of a 95 % interval over jobs.",
         "",
         row("", *kinds),
         rule(1 + len(kinds)),
         row("detection to rejoin, s", *(spread([_back_s(one) for one in every[kind]], 2) for kind in kinds)),
+        row("mean of jobs, s", *(_of_jobs(result, kind) for kind in kinds)),
         row("of that with new processes", *(spread(_ratios(result, kind), 2) for kind in kinds)),
     ]
     for part in PARTS:

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from harness import ENDLESS, ROOT, Benchmark, needs_gb, row, rule, run_ranks, spread, start, where
+from harness import ENDLESS, ROOT, Benchmark, fitted, needs_gb, row, rule, run_ranks, spread, start, where
 from peers import OURS, PEERS, WHEELS, missing_peers
 
 BENCHMARK = Benchmark("snapshot", 8, "snapshot.md")
@@ -209,8 +209,8 @@ def _by_bytes(result: dict[str, Any]) -> list[str]:
         cells = []
         for key in ("stall", "overhead"):
             points = [(_gb_per_rank(run, name), 1e3 * value) for run in runs for value in costs(run, name)[key]]
-            slope, error, at_zero = fitted(points)
-            cells += [f"{slope:.1f} ± {error:.1f}", f"{at_zero:.1f}"]
+            line = fitted(points)
+            cells += [f"{line.slope:.1f} ± {line.slope_error:.1f}", f"{line.at(0):.1f}"]
         lines.append(row(name, *cells))
     return lines
 
@@ -218,20 +218,6 @@ def _by_bytes(result: dict[str, Any]) -> list[str]:
 def _gb_per_rank(result: dict[str, Any], name: str) -> float:
     turns = result["checkpoints"]["rows"][name]
     return statistics.median(turn["bytes"] for turn in turns) / result["state"]["ranks"] / 1e9
-
-
-def fitted(points: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """Slope, its standard error, and intercept of the line of least squares; an error of 0 where two points define it.
-
-    Args:
-        points: (x, y), at two values of x or more.
-    """
-    xs, ys = zip(*points, strict=True)
-    line = statistics.linear_regression(xs, ys)
-    left = sum((y - line.slope * x - line.intercept) ** 2 for x, y in points)
-    mean = statistics.fmean(xs)
-    around = sum((x - mean) ** 2 for x in xs)
-    return line.slope, (left / max(1, len(points) - 2) / around) ** 0.5, line.intercept
 
 
 def _quotient(mine: list[float], theirs: list[float]) -> str:

@@ -54,11 +54,34 @@ def test_the_unit_is_what_the_same_processes_train_once_and_warm() -> None:
 
 
 def test_what_is_predicted_is_what_the_plan_says_where_the_fault_lies_in_the_interval() -> None:
-    def told(case: str, fault: str) -> float:
+    def told(case: str, fault: str) -> dict[str, float]:
         layout, strategy, _ = planned_kills.CASES[case]
         return planned_kills.predicted(planned_kills.SMALL, layout, strategy, fault)
 
-    assert told("PP=2, `full`, I=6", "1@15:forward-backward") == pytest.approx(2)
-    assert told("PP=2, `full`, I=6", "1@17:forward-backward") == pytest.approx(4)
+    assert told("PP=2, `full`, I=6", "1@15:forward-backward") == {"predicted": pytest.approx(2), "planned": 2}
+    assert told("PP=2, `full`, I=6", "1@67:start") == {"predicted": pytest.approx(6), "planned": 6}
     alone, all_stages = (told(f"PP=2, `sparse`, W=4{which}", "1@15:step") for which in ("", ", all stages"))
-    assert alone < all_stages < 5
+    assert alone["planned"] == all_stages["planned"] == 5
+    assert alone["predicted"] < all_stages["predicted"] < 5
+
+
+def test_a_regression_says_what_a_predicted_iteration_takes_and_how_sure_that_is() -> None:
+    cases = [job("a", 1.0, (3.1, 2.0), (5.1, 4.0)), job("b", 1.0, (6.9, 6.0), (8.9, 8.0))]
+    for case in cases:
+        for fault in case["faults"]:
+            fault |= {"planned": 3, "again": 3 if case["case"] == "a" else 4}
+    found = list(planned_kills.outcomes(cases, planned_kills.again))
+    text = "\n".join(planned_kills.regressions({"cases": cases}, found))
+    assert "over these 4 faults a predicted iteration takes 0.96 ± 0.01 iterations" in text  # numpy.polyfit, cov=True
+    assert "and each fault 1.20 ± 0.08 more" in text
+    assert "run again after 2 of 4 faults" in text
+
+
+def test_the_iteration_of_a_depth_is_predicted_by_the_other_depths_of_its_layout() -> None:
+    depths = {"PP=2": [(2, 1.0), (4, 9.0), (6, 3.1), (8, 4.0), (2, 1.1), (4, 9.0), (6, 3.0), (8, 4.0)]}
+    text = "\n".join(
+        planned_kills.regressions(
+            {"cases": CASES, "depths": depths}, list(planned_kills.outcomes(CASES, planned_kills.again))
+        )
+    )
+    assert "| PP=2 | 2, 6, 8 | 0.4929 ± 0.0087 | 2.043 ± 0.025 | 9.000 | 2.000 |" in text
