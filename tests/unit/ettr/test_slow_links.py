@@ -1,0 +1,49 @@
+"""`sparse` against `full` on slow links: each round by its own costs, and no verdict that is within noise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import slow_links
+
+
+def round_of(full_s: float, sparse_s: float) -> dict[str, Any]:
+    """Iterations without checkpoints take 1 s; a fault makes 2 s of them run again with `sparse`."""
+    fault = {"again_s": 2.0, "restart_s": 10.0}
+    return {
+        "none": {"iteration_s": 1.0, "window": 0, "faults": []},
+        "full": {"iteration_s": full_s, "window": 0, "faults": [fault]},
+        "sparse": {"iteration_s": sparse_s, "window": 4, "faults": [fault]},
+    }
+
+
+def page_of(*rounds: dict[str, Any]) -> str:
+    about = {"cores": 2, "cpu": "a", "torch": "b", "megatron_core": "c"}
+    links = {"links": {"2": list(rounds)}, "bytes": 1, "iteration_s": 1.0, "interval": 4}
+    return "\n".join(slow_links.page({"machine": about, **links}))
+
+
+def test_a_round_is_judged_by_its_own_costs() -> None:
+    (gain,) = slow_links.gains([round_of(1.25, 1.1)], interval=4, restart=10.0, mtbf=1000)
+    # A snapshot of `full` costs 1 iteration; its best interval for 1,000 iterations is the square root of 2,000.
+    assert gain == pytest.approx((1 - 12 / 1000) / 1.1 - (1 - (10 + 45 / 2) / 1000) / (1 + 1 / 45), abs=1e-4)
+
+
+def test_one_is_ahead_only_beyond_the_interval_of_its_rounds() -> None:
+    verdict = "A fault every 1,000 iterations, beyond the interval ahead: "
+    assert verdict + "`sparse` at no ratio; `full` at 2; neither at no ratio." in page_of(
+        round_of(1.25, 1.20), round_of(1.25, 1.21)
+    )
+    assert verdict + "`sparse` at 2; `full` at no ratio; neither at no ratio." in page_of(
+        round_of(2.0, 1.0), round_of(2.0, 1.001)
+    )
+    assert verdict + "`sparse` at no ratio; `full` at no ratio; neither at 2." in page_of(
+        round_of(1.25, 1.5), round_of(1.25, 0.9)
+    )
+    assert "neither at 2." in page_of(round_of(1.25, 1.2))
