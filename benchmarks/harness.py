@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -101,6 +102,7 @@ def machine() -> dict[str, Any]:
         "torch": version("torch"),
         "megatron_core": version("megatron-core"),
         "commit": commit.stdout.strip(),
+        "date": datetime.date.today().isoformat(),
         "load_before": os.getloadavg()[0],
     }
 
@@ -109,7 +111,9 @@ def where(result: Mapping[str, Any]) -> str:
     """The machine, for people."""
     about = result["machine"]
     loads = " and ".join(f"{about[f'load_{at}']:.1f} {at}" for at in ("before", "after") if f"load_{at}" in about)
-    commit = f", commit {about['commit']}" if about.get("commit") else ""
+    commit = "".join(
+        f", {prefix}{about[key]}" for key, prefix in (("commit", "commit "), ("date", "")) if about.get(key)
+    )
     return (
         f"on {about['cores']} cores ({about['cpu']}), torch {about['torch']}, Megatron-Core {about['megatron_core']}"
         f"{commit}; one-minute load {loads}, the benchmark's own included"

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, Benchmark, row, rule, start
+from harness import RESULTS, ROOT, Benchmark, row, rule, start, where
 
 sys.path.append(str(ROOT / "examples" / "accuracy"))
 from demo_jobs import DemoRun, Size, train
@@ -98,6 +98,7 @@ def page(result: dict[str, Any]) -> list[str]:
         f" job starts again: {', '.join(f'`{fault}`' for fault in size['faults'])}. The memory of the node survives;"
         " experts come back as of their newest copies, up to 7 snapshots older than the rest.",
         "",
+        *([f"Measured {where(result)}.", ""] if "machine" in result else ()),
         row("seed", "run", "faults", "PLT", "mean snapshot / full", "final validation loss", "against fault-free"),
         rule(7, 2),
     ]
