@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import time
@@ -101,6 +102,33 @@ def test_no_search_is_needed_where_all_holders_were_found_ahead_of_time(monkeypa
     monkeypatch.setattr(process_groups, "_holders_of", lambda _: pytest.fail("searched again"))
     taken.replace()
     assert held.pp_group is parallel_state.get_pipeline_model_parallel_group()
+
+
+@pytest.mark.usefixtures("connected")
+def test_what_was_imported_is_not_looked_through_once_all_references_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    held, items = Holder(group), Holder({"reduce_group": group})  # the collector does not look into this dict
+    del group
+    taken = renewed()
+    monkeypatch.setattr(process_groups, "_containers_of_modules", lambda: pytest.fail("looked through"))
+    taken.find_holders()
+    taken.replace()
+    assert held.pp_group is items.pp_group["reduce_group"] is parallel_state.get_pipeline_model_parallel_group()
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("where", ["a module", "a class"])
+def test_what_was_imported_is_looked_through_for_references_that_are_not_found_elsewhere(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = sys.modules[__name__] if where == "a module" else Holder
+    monkeypatch.setattr(holder, "kept", parallel_state.get_pipeline_model_parallel_group(), raising=False)
+    taken = renewed()
+    monkeypatch.setattr(gc, "get_referrers", lambda *_: [])  # as where all of it was frozen
+    taken.find_holders()
+    monkeypatch.setattr(process_groups, "_holders_of", lambda _: pytest.fail("searched again"))
+    taken.replace()
+    assert holder.kept is parallel_state.get_pipeline_model_parallel_group()
 
 
 @pytest.mark.usefixtures("connected")

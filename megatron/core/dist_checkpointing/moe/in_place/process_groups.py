@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import logging
 import sys
 import types
@@ -69,7 +68,7 @@ class ProcessGroups:
         # What training before the fault left in circles holds sockets of c10d's stores, too; and nobody waits for this.
         gc.collect()
         groups = list(self._groups.values())
-        self._holders = [holder for holder in _holders_of(groups) if holder is not self._groups]
+        self._holders = [one for one in _holders_of(groups, self._groups) if one is not self._groups]
 
     def replace(self) -> Counter[str]:
         """Give whoever refers to an old group the new one of its name; how many references, by the kind of holder.
@@ -102,32 +101,40 @@ def _kinds_of_holders(groups: Sequence[dist.ProcessGroup]) -> list[str]:
     return sorted({_kind(holder) for holder in _holders_of(groups)}) if _are_referred_to(groups) else []
 
 
-def _are_referred_to(groups: Sequence[dist.ProcessGroup]) -> bool:
+def _are_referred_to(groups: Sequence[dist.ProcessGroup], known: Mapping[int, int] | None = None) -> bool:
     """Whether anything in Python refers to one of these groups, but `groups` itself. Asks their counts of references,
-    which takes no time, and counts running frames, too."""
+    which takes no time, and counts running frames, too. known: references to each, by its id, that do not count."""
     # The count of an object that one list refers to and nothing else. What the call itself adds is in both numbers.
-    alone = [object()]
-    return max(map(sys.getrefcount, groups), default=0) > max(map(sys.getrefcount, alone))
+    alone, known = [object()], known or {}
+    counts = [*map(sys.getrefcount, groups)]  # before anything else here refers to one of them
+    own = max(map(sys.getrefcount, alone))
+    return any(count - known.get(id(group), 0) > own for group, count in zip(groups, counts, strict=True))
 
 
-def _holders_of(groups: Sequence[dist.ProcessGroup]) -> Iterator[Any]:
+def _holders_of(groups: Sequence[dist.ProcessGroup], *known: object) -> list[Any]:
     """All objects that refer to one of these groups, apart from frames that run and from `groups` itself.
 
     The collector does not look through what was there when imports were frozen (`gc.freeze`), modules and what is in
     them, nor through dicts and tuples with nothing in them that could be a part of a circle, such as process groups:
-    those are looked through here.
+    those are looked through here, until all references are found. known: objects that are looked at early.
     """
     wanted, seen = {id(group) for group in groups}, {id(groups)}
-    for holder in gc.get_referrers(*groups):
-        if id(holder) not in seen and not isinstance(holder, types.FrameType):
-            seen.add(id(holder))
-            yield holder
-    for holder in itertools.chain(_hidden_containers(), _containers_of_modules()):
-        if id(holder) not in seen:
+    holders: list[Any] = []  # whole, before any of them is given another group: references are counted meanwhile
+    found: Counter[int] = Counter()
+    # The quickest first. Core forgets all but one of its groups.
+    near = lambda: gc.get_referrers(*groups), lambda: [vars(parallel_state), *known]
+    for search in (*near, _hidden_containers, _containers_of_modules):
+        for holder in search():
+            if id(holder) in seen or isinstance(holder, types.FrameType):
+                continue
             seen.add(id(holder))
             # By identity: tensors and arrays in these containers compare element by element.
-            if not wanted.isdisjoint(map(id, _held(holder))):
-                yield holder
+            if held := [one for one in map(id, _held(holder)) if one in wanted]:
+                found.update(held)
+                holders.append(holder)
+        if not _are_referred_to(groups, found):
+            break
+    return holders
 
 
 def _hidden_containers() -> list[Any]:
@@ -154,10 +161,9 @@ def _containers_of_modules() -> Iterator[Any]:
             yield from [value for value in space.values() if type(value) in (dict, list, tuple, type)]
 
 
-def _held(holder: Any) -> Sequence[Any]:
-    if isinstance(holder, dict):
-        return [*holder, *holder.values()]
-    return holder if isinstance(holder, (list, tuple)) else list(vars(holder).values())
+def _held(holder: Any) -> Iterable[Any]:
+    """What it refers to, as the collector has it, each reference once; of a class the values of its attributes."""
+    return vars(holder).values() if isinstance(holder, type) else gc.get_referents(holder)
 
 
 def _exchanged(holders: Iterable[Any], swap: Mapping[int, Any]) -> Counter[str]:
