@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, StandbyNotice, WorkersStore
-from megatron.pretrain.standby.process import COPY_S, SlotProcess, let_orphans_go
+from megatron.pretrain.standby.process import COPY_S, SlotProcess, await_word, let_orphans_go
 from megatron.pretrain.standby.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class StandbyAgent(VerdictAgent):
         self._standbys: list[SlotProcess] = []
         self._survivors: dict[str, SlotProcess] = {}
         self._restarts = self._is_first = False
-        self._starts = 0
+        self._starts, self._look_s = 0, 0.0
         self._place: NodeRank | None = None
         self._workers: WorkersStore | None = None
         self._word = StandbyNotice(self._worker_group.spec.rdzv_handler)
@@ -113,7 +113,16 @@ class StandbyAgent(VerdictAgent):
         self._end(survivors.values(), signal.SIGTERM, self._shutdown_timeout)  # their ranks are other nodes' now
         return {slot: process.pid for slot, process in self._slots.items()}
 
+    def _invoke_run(self, *arguments: Any, **options: Any) -> RunResult:
+        # Torch's loop would sleep before each look: `_monitor_workers` waits, and notices a lost rank at once.
+        spec = self._worker_group.spec
+        self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0
+        return super()._invoke_run(*arguments, **options)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        slots = self._slots.values()
+        is_ending = any(process.is_silent and process.takes_slots and process.exit_code is None for process in slots)
+        await_word(slots, POLL_S if is_ending else self._look_s)
         self._hear()
         let_orphans_go([process.pid for process in (*self._slots.values(), *self._standbys)])
         codes = {slot: process.exit_code for slot, process in self._slots.items()}
@@ -172,7 +181,7 @@ class StandbyAgent(VerdictAgent):
                 pids = ", ".join(str(one.pid) for one in late)
                 log.warning("process %s did not answer in %g s: its rank is reassigned", pids, wait_s)
                 break
-            time.sleep(POLL_S)
+            await_word(late, POLL_S)
             self._hear()
         return {places[slot]: one for slot, one in staying.items() if one.has_left and one.exit_code is None}
 

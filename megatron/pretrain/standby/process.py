@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -35,14 +36,14 @@ class SlotProcess:
         will_copy: It has said that it can be copied for each slot once it is ready.
         copies: It is ready, and can be copied.
         finish_s: For how long it continues with an iteration that it runs again, now that the launcher restarts
-        training. problem: Why it cannot be assigned; empty if it can.
+        training. problem: Why it cannot be assigned; empty if it can. is_silent: It has closed its end.
     """
 
     def __init__(self, process: psutil.Process, channel: Channel, *, is_idle: bool = False) -> None:
         self._process, self._channel, self._is_idle = process, channel, is_idle
         self.pid = process.pid
         self.is_ready = self.is_training = self.takes_slots = self.stays = self.has_left = False
-        self.will_copy = self.copies = False
+        self.will_copy = self.copies = self.is_silent = False
         self.finish_s = 0.0
         self.problem = ""
 
@@ -96,6 +97,7 @@ class SlotProcess:
         try:
             messages = self._channel.receive()
         except ConnectionError:
+            self.is_silent = True
             return  # its exit code says the rest
         for message in messages:
             self._note(message)
@@ -148,6 +150,20 @@ class SlotProcess:
             return False
         self._channel.close()
         return True
+
+
+def await_word(processes: Iterable[SlotProcess], timeout_s: float) -> None:
+    """Wait until one of them says something or closes its end.
+
+    Args:
+        processes: The processes.
+        timeout_s: How long at most.
+    """
+    words = select.poll()
+    for process in processes:
+        if not process.is_silent:
+            words.register(process._channel, select.POLLIN)
+    words.poll(timeout_s * 1000)
 
 
 @cache

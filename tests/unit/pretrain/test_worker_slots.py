@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import inspect
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from descriptors import room_for_open_files
 from hypothesis import given
@@ -30,7 +32,7 @@ from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
 from megatron.pretrain.standby import process as process_module
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
-from megatron.pretrain.standby.process import SlotProcess, may_leave_idle_class
+from megatron.pretrain.standby.process import SlotProcess, await_word, may_leave_idle_class
 from megatron.pretrain.standby.run import parse_options, refuse_what_cannot_start
 
 Ends = tuple[Channel, socket.socket]
@@ -69,6 +71,20 @@ def test_what_was_said_before_the_other_end_was_gone_is_heard(ends: Ends) -> Non
     assert channel.receive(1.0) == [{"ready": True}]
     with pytest.raises(ConnectionError):
         channel.receive(1.0)
+
+
+def test_a_launcher_that_looks_seldom_notices_at_once_that_a_rank_leaves_and_that_one_ends(ends: Ends) -> None:
+    channel, other = ends
+    process = SlotProcess(psutil.Process(), channel)
+    for does in (lambda: other.sendall(b'{"left": true}\n'), other.close):
+        begun_s = time.monotonic()
+        threading.Timer(0.05, does).start()
+        await_word([process], 30.0)
+        process.hear()
+        assert time.monotonic() - begun_s < 15
+    assert process.has_left
+    assert process.is_silent
+    await_word([process], 0.01)  # one that said its last word is no reason to look again and again
 
 
 def test_a_process_without_a_launcher_with_slots_has_its_rank_already(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,3 +426,16 @@ def test_agents_of_two_nodes_agree_on_numbers_and_on_where_their_workers_meet() 
         )
     assert {(place.address, place.port, place.start) for place in places} == {("localhost", places[1].port, 3)}
     assert [place.kept is None for place in places] == [True, False]
+
+
+def test_a_step_of_a_rendezvous_is_named_after_its_method_without_a_look_at_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step() -> str:
+        return record()
+
+    def record() -> str:
+        return str(vars(dynamic_rendezvous)["get_method_name"]())
+
+    monkeypatch.setattr(inspect, "stack", lambda *_: pytest.fail("reads sources"))
+    assert step() == "step"

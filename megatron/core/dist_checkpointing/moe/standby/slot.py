@@ -77,6 +77,10 @@ class Channel:
         *lines, self._text = self._text.split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def fileno(self) -> int:
+        """Of this end, to wait for several."""
+        return self._connection.fileno()
+
     def close(self) -> None:
         """Close this end."""
         self._connection.close()
