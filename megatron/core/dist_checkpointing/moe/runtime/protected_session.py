@@ -303,14 +303,17 @@ class ProtectedSession(Session):
         if self.survivor is not None:
             self.survivor.set_lineage(identity, iteration)
             self.memory.fit_logs()
-            self._report_parking_budget(self.survivor)
         self._timestamps.mark(Milestone.REJOINED)
+        stayed = 0
         if outcome is not None:
             times = self._timestamps, self._times_left
             episode = gather_timeline(self.control, *times, outcome.plan, self.topology)
-            self.episode = episode.with_outcome(outcome.table)
+            self.episode, stayed = episode.with_outcome(outcome.table), episode.stayed
             for line in self.episode.lines() if self._rank == 0 else ():
                 log.info("%s", line)
+        # It is measured, while all wait for rank 0: not again where ranks have kept their processes.
+        if self.survivor is not None and not stayed:
+            self._report_parking_budget(self.survivor)
         # Only now: the timeline was made of what lies there, and a fault before this line still needs it.
         forget(self.memory.store.directory)
 
