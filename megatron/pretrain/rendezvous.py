@@ -40,7 +40,7 @@ HEARTBEAT_S, FEW_HEARTBEAT_S, FEW_NODES = 1.0, 0.25, 16
 """How often a node says that it is there; the second where at most so many train: it writes the state of all."""
 MISSED_S = 5.0
 """After so long without one a node counts as lost; on a busy machine an agent is late by seconds."""
-MISSED_MEETING_S = 2.0
+MISSED_MEETING_S = 1.5
 """The same where few nodes have trained and meet again: one that is only late then joins as a new one, and disturbs
 nobody. For the first `MISSED_S` of a meeting: a node without a place meets for as long as others train."""
 ANSWER_S = 20
