@@ -45,6 +45,8 @@ def job(launch: Launch, corpus: str, tmp_path: Path) -> Job:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
         assert "ranks kept their processes)" in ended.stdout, ended.stdout
+        anew = sum("kept their processes" not in line for line in ended.stdout.splitlines() if "recovery took" in line)
+        assert ended.stdout.count("emergency save on failure:") <= 1 + anew, "measured while others wait"
         return slots
 
     return run
