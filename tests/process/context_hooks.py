@@ -53,3 +53,22 @@ def gathered_context() -> Iterator[None]:
 
     with mock.patch.object(backends, "DotProductAttention", Attention):
         yield
+
+
+@contextlib.contextmanager
+def warmed_up_apart() -> Iterator[None]:
+    """Warm fusions up without a draw of the generator that routers are drawn from.
+
+    On a GPU that takes the device's generator, and routers the host's. On the CPU they are one, and the number of draws
+    is the length of a rank's part of a sequence: with context parallelism routers would begin otherwise.
+    """
+    from megatron.training import initialize
+
+    original = initialize._warmup_jit_function
+
+    def warm_up(*given: Any, **named: Any) -> None:
+        with torch.random.fork_rng(devices=()):
+            original(*given, **named)
+
+    with mock.patch.object(initialize, "_warmup_jit_function", warm_up):
+        yield

@@ -6,13 +6,15 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-from context_hooks import gathered_context
+from context_hooks import gathered_context, warmed_up_apart
 from stock_jobs import Shape
+from world import ROOT
 
 KILLED = -signal.SIGKILL
 FULL = ("--moe-ckpt-strategy", "full")
@@ -23,6 +25,11 @@ CONTEXT = Shape(
 """The experts of a stage are shared out over its ranks of context parallelism."""
 EXPERTS_CUT = Shape(ranks=4, pp=1, ep=2, more=("--expert-tensor-parallel-size", "2"))
 """Attention is whole on each rank. That attention is cut and experts are not, `TENSOR_PARALLEL` has."""
+
+SEQUENCES = ("--attention-dropout", "0.0", "--global-batch-size", "2", "--train-iters", "1", "--lr-decay-iters", "1")
+"""Dropped out is what each rank of context parallelism draws for itself."""
+WHOLE = Shape(ranks=2, pp=1, ep=2, more=SEQUENCES, hooks=(warmed_up_apart,))
+CUT = replace(WHOLE, more=(*SEQUENCES, "--context-parallel-size", "2"), hooks=(gathered_context, warmed_up_apart))
 
 
 @contextlib.contextmanager
@@ -70,3 +77,17 @@ def test_a_killed_job_of_this_layout_ends_as_the_undisturbed_one(
     if shape is CONTEXT and protection == SPARSE:
         assert any("local rollback" in line for line in outcome.lines), outcome.said
         assert [rank for rank in range(4) if len(set(job.ran(rank))) < len(job.ran(rank))] == [2, 3]
+
+
+@pytest.mark.ci
+def test_two_ranks_of_context_parallelism_compute_logits_and_gradients_of_one(world) -> None:
+    job = world.start((), 2, script=ROOT / "tests" / "stock" / "context_job.py")
+    outcome = job.wait()
+    assert outcome.codes == (0, 0), outcome.said
+
+
+@pytest.mark.ci
+def test_a_step_with_context_parallelism_has_the_loss_and_norm_of_one_without(undisturbed) -> None:
+    whole, cut = (undisturbed(shape)[0, 1] for shape in (WHOLE, CUT))
+    assert float.fromhex(cut["losses"]["lm loss"]) == pytest.approx(float.fromhex(whole["losses"]["lm loss"]), rel=1e-6)
+    assert float.fromhex(cut["grad_norm"]) == pytest.approx(float.fromhex(whole["grad_norm"]), rel=1e-6)
