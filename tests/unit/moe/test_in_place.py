@@ -28,6 +28,8 @@ from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
 from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
+from megatron.core.transformer.moe.paged_stash import PagedStashManager
+from megatron.pretrain.testing import cpu_device
 
 RANKS = 4
 
@@ -295,6 +297,17 @@ def test_what_is_offloaded_is_learned_again_by_ranks_that_stay_and_new_ones_toge
     monkeypatch.setattr(fine_grained_activation_offload.PipelineOffloadManager, "OFFLOAD_MGR", "learned")
     as_in_new_process([], SimpleNamespace())
     assert fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR is None
+
+
+def test_pages_of_activations_are_forgotten_by_who_runs_passes_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a fault interrupts the passes, activations wait for their pages: core's next iteration would not begin."""
+    monkeypatch.setattr(PagedStashManager, "STASH_MGR", None)
+    with cpu_device.installed():
+        manager = PagedStashManager.get_instance()
+        manager.status, manager.stash_buffers, manager.paged_tensors_to_stash = "captured", {}, ["waiting"]
+        as_in_new_process([], SimpleNamespace())
+    assert (manager.status, manager.stash_buffers, manager.paged_tensors_to_stash) == ("begin", None, [])
+    assert PagedStashManager.get_instance() is manager
 
 
 def test_modules_enter_their_scales_again_in_what_is_reduced_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:

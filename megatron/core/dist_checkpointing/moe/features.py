@@ -346,7 +346,7 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
-        "`sparse` with `--moe-expert-rank-capacity-factor`",
+        "`sparse` with `--moe-expert-rank-capacity-factor`, `--moe-paged-stash`",
         Works(f"{_STOCK}overflow.py::test_a_replay_runs_the_same_passes_again_and_ends_as_the_undisturbed_job"),
         _NEEDS_SPARSE,
         _UNTESTED,

@@ -26,6 +26,10 @@ try:  # from 0.18 on
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 except ImportError:
     get_moe_metrics_tracker = None
+try:  # from 0.18 on
+    from megatron.core.transformer.moe import paged_stash
+except ImportError:
+    paged_stash = None
 
 
 def forget_auxiliary_losses() -> None:
@@ -81,6 +85,7 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
     for member in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         vars(member).pop("_has_grad_norm_group_cache", None)
     forget_offloading()
+    forget_pages()
     drop_auxiliary_losses()
 
 
@@ -102,6 +107,59 @@ def offloading_alone() -> Iterator[None]:
     with replaced(fine_grained_activation_offload, print_offload_summary_table=lambda _: None):
         yield
     forget_offloading()
+
+
+def forget_pages() -> None:
+    """Drop what core has learned of activations that it keeps in pages (`--moe-paged-stash`), and the pages.
+
+    Its next iteration is to it the first one, which keeps them as they are.
+    """
+    if paged_stash is not None and (manager := paged_stash.PagedStashManager.STASH_MGR) is not None:
+        vars(manager).update(vars(type(manager)()))  # in place: who runs passes again holds this one
+
+
+@contextlib.contextmanager
+def noting_pages(note: Callable[[], None]) -> Iterator[None]:
+    """A block around the passes of an iteration. Calls `note` where some rank has too few pages for its activations."""
+    if paged_stash is None:
+        yield
+        return
+    runner = paged_stash.PagedStashRunner
+    check = runner.check_moe_overflow
+
+    def noted(self: Any) -> tuple[int, int, int]:
+        pages, room, spilled = check(self)
+        if pages:
+            note()
+        return pages, room, spilled
+
+    with replaced(runner, check_moe_overflow=noted):
+        yield
+
+
+@contextlib.contextmanager
+def pages_as_noted(out_of_pages: bool) -> Iterator[None]:
+    """A block with one iteration that is run again, maybe with fewer activations, and without pages.
+
+    Passes are run again where they were in training. That there is no room for all tokens comes out again by itself.
+
+    Args:
+        out_of_pages: Whether there were too few pages then.
+    """
+    if paged_stash is None:
+        yield
+        return
+    runner, overflows = paged_stash.PagedStashRunner, [int(out_of_pages)]
+    check = runner.check_moe_overflow
+
+    def as_noted(self: Any) -> tuple[int, int, int]:
+        _, room, _ = check(self)
+        return (overflows.pop() if overflows else 0), room, 0
+
+    forget_pages()
+    with replaced(runner, check_moe_overflow=as_noted):
+        yield
+    forget_pages()
 
 
 def uses_cuda_graphs(config: Any) -> bool:

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
 from ..core_versions.seams import require_seams
-from ..core_versions.training import has_norm_of_its_own, offloading_alone, skips_for_norm
+from ..core_versions.training import has_norm_of_its_own, offloading_alone, pages_as_noted, skips_for_norm
 from ..errors import UsageError
 from ..megatron_state.module_tree import gpt_operators, is_plain_gpt, layers_ahead
 from ..megatron_state.optimizer_state import members_by_layer
@@ -102,6 +102,7 @@ class LiveExecution:
         if alone:
             self._until_next.enter_context(journaled_tokens(self._chunks, step))
         self._until_next.enter_context(offloading_alone())
+        self._until_next.enter_context(pages_as_noted(step.out_of_pages))
         # From the operators of all ranks, not from this one's parameters: a backward pass has collectives.
         lowest = lowest_active_layer(unwrap_model(self._chunks[0]).config, operators)
         for chunk in self._chunks:
@@ -165,8 +166,6 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         # These compute or move by a schedule of their own what a frozen operator no longer has.
         "layers whose activations Transformer Engine offloads": config.cpu_offloading,
         "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
-        # Where they overflow the passes are run again in another way; frozen operators keep fewer of them.
-        "activations kept in pages": getattr(config, "moe_paged_stash", False),
         # Gradients are rounded by random numbers, of which a frozen operator draws none.
         "products in four bits": config.fp4,
     }

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..core_versions.training import forget_auxiliary_losses, replaced
+from ..core_versions.training import forget_auxiliary_losses, noting_pages, replaced
 from ..device import Arriving, arriving
 from ..errors import PeerLost, Terminated, UsageError
 from ..megatron_state.trainer_state import LiveTrainerState
@@ -101,6 +101,7 @@ class Iterations:
         self._armed, self._stepping = contextlib.ExitStack(), contextlib.ExitStack()
         self._began = self._rejoined = self._recovered = self._is_armed = self._in_step = self._finished = False
         self._num_tokens: Arriving | None = None
+        self._is_out_of_pages = False
         self._slot = own_slot()
         self.journal, self.loss, self.stall_s = StepJournal(), None, 0.0
 
@@ -147,9 +148,10 @@ class Iterations:
         self._follow(LoopCall.FORWARD_BACKWARD, iteration)
         self._reached(Phase.START)
         self.loss = self._num_tokens = None
+        self._is_out_of_pages = False
         self._session.passes(iteration)
         try:
-            with self._noting_tokens():
+            with self._noting_tokens(), noting_pages(self._ran_out_of_pages):
                 yield
         except BaseException:
             forget_auxiliary_losses()  # of half an iteration
@@ -307,13 +309,16 @@ class Iterations:
         # Until `step_done`: what was updated and what the loop has counted are of different iterations.
         self._in_step = True
         updated, norm, _ = outcome
-        self.journal = StepJournal(arriving(norm), not updated, self.loss, self._num_tokens)
+        self.journal = StepJournal(arriving(norm), not updated, self.loss, self._num_tokens, self._is_out_of_pages)
         # Until the iteration is over, another step is a mistake.
         self._stepping.enter_context(replaced(self._optimizer, step=self._second_step))
         return outcome
 
     def _second_step(self, *_arguments: Any, **_options: Any) -> Any:
         self._follow(LoopCall.STEP, self._trainer.iteration + 1)
+
+    def _ran_out_of_pages(self) -> None:
+        self._is_out_of_pages = True
 
     @contextlib.contextmanager
     def _noting_tokens(self) -> Iterator[None]:

@@ -287,5 +287,4 @@ _REPEATING: tuple[_Rule, ...] = (
         " --fine-grained-activation-offloading, or full or pec",
     ),
     ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
-    ("moe_paged_stash", bool, "what frozen operators do not keep cannot overflow as in training; use full or pec"),
 )

@@ -188,7 +188,8 @@ class StepJournal:
     grad_norm: the norm of all gradients before clipping, None where it was not computed. skipped: the optimizer did not
     step, because a gradient was not finite (then there is no norm) or their norm was above core's
     `grad_norm_skip_threshold`. lm_loss: the mean loss, known on the last pipeline stage, else None.
-    num_tokens: of the global batch, by which gradients were divided; None where they are not.
+    num_tokens: of the global batch, by which gradients were divided; None where they are not. out_of_pages: the passes
+    were run again without `--moe-paged-stash`, because some rank had too few pages for its activations.
 
     Numbers of an iteration that has just ended may still be on the device: to convert one waits for it.
     """
@@ -197,6 +198,7 @@ class StepJournal:
     skipped: bool = False
     lm_loss: SupportsFloat | None = None
     num_tokens: SupportsInt | None = None
+    out_of_pages: bool = False
 
     def to_data(self) -> dict[str, Any]:
         """As JSON values; floats exactly."""
@@ -205,12 +207,14 @@ class StepJournal:
             "skipped": self.skipped,
             "lm_loss": None if self.lm_loss is None else float(self.lm_loss),
             "num_tokens": None if self.num_tokens is None else int(self.num_tokens),
+            **({"out_of_pages": True} if self.out_of_pages else {}),
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StepJournal:
         """What `to_data` described. Raises KeyError, TypeError for something else."""
-        return cls(data["grad_norm"], bool(data["skipped"]), data["lm_loss"], data.get("num_tokens"))
+        tokens, out_of_pages = data.get("num_tokens"), bool(data.get("out_of_pages"))
+        return cls(data["grad_norm"], bool(data["skipped"]), data["lm_loss"], tokens, out_of_pages)
 
 
 @dataclass(frozen=True)
