@@ -87,6 +87,12 @@ _MEGATRON = (
         collectives.gather_uneven,
         "gloo gathers equal sizes only; expert tensor parallelism gathers as many tokens as each rank has",
     ),
+    Patch(
+        "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer",
+        "allgather_params",
+        lambda _: lambda optimizer: optimizer.broadcast_params(),
+        "gloo gathers equal sizes only; core keeps this for comparison",
+    ),
 )
 
 _GLOO = (

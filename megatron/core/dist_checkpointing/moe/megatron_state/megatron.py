@@ -217,12 +217,12 @@ def live_restorer(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimize
         if keeps_weights_in_blocks(config) or (any_rank(recast) if config.fp8_param else recast):
             recast_compute_weights(chunks, optimizer)
         else:
-            gather_compute_weights(chunks)
+            gather_compute_weights(chunks, optimizer)
 
     return LiveRestorer(
         lambda: state_tensors(chunks, optimizer, topology),
         finish,
-        gather=lambda: gather_compute_weights(chunks),
+        gather=lambda: gather_compute_weights(chunks, optimizer),
         settle=lambda: settle_gathers(chunks),
         derived=[
             *(raw(parameter) for parameter in operator_of if not is_in_blocks(parameter)),

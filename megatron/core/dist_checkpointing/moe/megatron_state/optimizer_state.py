@@ -165,8 +165,8 @@ def members_by_layer(optimizer: MegatronOptimizer, by_layer: bool = False) -> It
 
 
 def layer_wise_chains(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedOptimizer]:
-    """The chains in a chain whose members step whole parameters, and which gather these themselves."""
-    members = getattr(optimizer, "chained_optimizers", ())
+    """The chains in a chain, or it itself, whose members step whole parameters, and which gather these themselves."""
+    members = (optimizer, *getattr(optimizer, "chained_optimizers", ()))
     return [member for member in members if isinstance(member, LayerWiseDistributedOptimizer)]
 
 

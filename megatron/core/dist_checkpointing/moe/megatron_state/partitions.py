@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +211,11 @@ def check_complete(
     """
     whole = list(_parameters(chunks))
     names = _Names(whole)
-    expected = [*_owned_extents(chunks, whole), *_optimizer_extents(optimizer, names), *_module_extents(chunks)]
+    expected = [
+        *_owned_extents(chunks, whole, _stepped_elsewhere(optimizer)),
+        *_optimizer_extents(optimizer, names),
+        *_module_extents(chunks),
+    ]
     found = [_extent(tensor.tensor, tensor.key) for tensor in tensors]
     check_cover(expected, [*found, *(_extent(tensor, name) for name, tensor in (scales or {}).items())])
     # Other ranks' shares of compute weights are reachable too, and are no state of this rank, nor is what none reads.
@@ -264,9 +268,9 @@ class _Names:
 
 
 def _owned_extents(
-    chunks: Sequence[torch.nn.Module], parameters: Sequence[tuple[str, torch.nn.Parameter]]
+    chunks: Sequence[torch.nn.Module], parameters: Sequence[tuple[str, torch.nn.Parameter]], elsewhere: Collection[int]
 ) -> Iterator[Extent]:
-    """Buffers, and what of the parameters is this rank's to keep."""
+    """Buffers, and what of the parameters is this rank's to keep. elsewhere: by id, parameters that others step."""
     buckets: list[tuple[Extent, Extent]] = []
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -280,12 +284,26 @@ def _owned_extents(
             continue
         whole, *rest = _extents(parameter, f"compute weights of {name}")
         yield from rest  # the scale of eight-bit weights, on each rank
-        shares = [share for bucket, share in buckets if whole.shared_with(bucket)]
-        yield from (part for share in shares if (part := whole.shared_with(share))) if shares else [whole]
+        if shares := [share for bucket, share in buckets if whole.shared_with(bucket)]:
+            yield from (part for share in shares if (part := whole.shared_with(share)))
+        elif id(parameter) not in elsewhere:
+            yield whole
     for chunk in unwrap_model(list(chunks)):
         for name, buffer in chunk.named_buffers():
             if not is_constant(name):
                 yield _extent(buffer, f"buffer {name}")
+
+
+def _stepped_elsewhere(optimizer: MegatronOptimizer) -> frozenset[int]:
+    """By id, the whole parameters that another data-parallel rank steps, as a layer-wise chain has shared them out."""
+    found, chains = set[int](), [optimizer]
+    while chains:
+        chain = chains.pop()
+        chains += getattr(chain, "chained_optimizers", ())
+        for lists, group in (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp")):
+            for rank, parameters in enumerate(getattr(chain, lists, None) or ()):
+                found |= {id(one) for one in parameters if rank != getattr(chain, group).rank()}
+    return frozenset(found)
 
 
 def _module_extents(chunks: Sequence[torch.nn.Module]) -> Iterator[Extent]:

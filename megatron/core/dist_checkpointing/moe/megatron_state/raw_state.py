@@ -105,7 +105,7 @@ def load_raw_state_dict(
     if keeps_weights_in_blocks(unwrap_model(list(chunks))[0].config):
         recast_compute_weights(chunks, optimizer)
     else:
-        gather_compute_weights(chunks)
+        gather_compute_weights(chunks, optimizer)
 
 
 def reload_masters_of(optimizer: MegatronOptimizer) -> None:

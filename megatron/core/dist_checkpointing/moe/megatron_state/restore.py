@@ -24,7 +24,7 @@ from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId, Part
 from ..types.layout import aligned
 from .operators import StateTensor
-from .optimizer_state import MASTER_OF_FUSED, holds_masters, optimizer_members
+from .optimizer_state import MASTER_OF_FUSED, holds_masters, layer_wise_chains, optimizer_members
 from .quantization import is_in_blocks, is_quantized
 
 _NAMED = 3
@@ -297,16 +297,24 @@ def settle_gathers(chunks: Sequence[torch.nn.Module]) -> None:
                 group.param_gather_handle = None
 
 
-def gather_compute_weights(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make the compute weights whole from the shards that the data-parallel ranks own; a collective.
+def gather_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None = None) -> None:
+    """Make the compute weights whole from what the data-parallel ranks own; a collective.
 
-    Does nothing without the distributed optimizer. Call `settle_gathers` before shards are written.
+    Does nothing where each rank steps all. Call `settle_gathers` before shards are written.
+
+    Args:
+        chunks: The model chunks of this rank.
+        optimizer: Theirs, where it may step whole parameters in no order of the buckets, as core's layer-wise one does
+            that was made without their layout (Megatron-Bridge).
     """
     # Where a gather is under way, `start_param_sync(force_sync=True)` would only wait for that one.
     settle_gathers(chunks)
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             chunk.start_param_sync(force_sync=True)
+    for chain in layer_wise_chains(optimizer) if optimizer is not None else ():
+        if not getattr(chain, "use_buffer_param_sync", False):
+            chain.allgather_params()
     quantized = [
         parameter
         for chunk in chunks
@@ -365,7 +373,7 @@ def recast_compute_weights(chunks: Sequence[torch.nn.Module], optimizer: Megatro
                 member._copy_main_params_to_param_buffer()
         elif not isinstance(member, FP32Optimizer):  # there both are one tensor
             member._copy_main_params_to_model_params()
-    gather_compute_weights(chunks)
+    gather_compute_weights(chunks, optimizer)
 
 
 def _recast_from_fused(inner: Any) -> None:
