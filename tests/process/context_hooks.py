@@ -64,11 +64,12 @@ def warmed_up_apart() -> Iterator[None]:
     """
     from megatron.training import initialize
 
-    original = initialize._warmup_jit_function
+    name = "_warmup_jit_function"
+    original = vars(initialize)[name]
 
     def warm_up(*given: Any, **named: Any) -> None:
         with torch.random.fork_rng(devices=()):
             original(*given, **named)
 
-    with mock.patch.object(initialize, "_warmup_jit_function", warm_up):
+    with mock.patch.object(initialize, name, warm_up):
         yield
