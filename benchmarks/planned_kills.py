@@ -101,7 +101,7 @@ def pace(model: str, layout: dict[str, str], layers: int) -> float:
 
 
 def predicted(model: str, layout: dict[str, str], strategy: str, fault: str) -> dict[str, float]:
-    """What is run again after a fault, by `moe-ckpt plan` from the flags of the job, before it runs.
+    """What runs again after a fault, by `moe-ckpt plan` from the flags of the job, before it runs.
 
     Returns:
         predicted: in iterations of training, of which a replay with frozen operators is a part. planned: how many.

@@ -89,7 +89,7 @@ def test_records_go_to_a_device_through_two_locked_buffers_and_are_waited_for_on
     assert device.waits <= turns + 3, "once for each buffer that is filled again, and at the end"
 
 
-def test_what_is_page_locked_goes_to_a_device_from_where_it_is_and_over_no_border_of_pieces(
+def test_page_locked_records_go_to_a_device_from_where_they_are_and_over_no_border_of_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, piece = LateDevice(monkeypatch), 400

@@ -328,13 +328,13 @@ def test_what_waits_to_be_locked_is_locked_though_other_memory_goes(
     assert device.taken() == ["register 100", "register 300"]
 
 
-def test_a_piece_reaches_to_its_border_and_what_is_not_locked_nowhere(
+def test_a_locked_piece_reaches_to_its_border_and_other_memory_nowhere(
     device: Device, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_locks, "LOCK_BYTES", 100)
     whole = segment(200)
     locks.lock(whole, 100)
-    first = page_locks._address(whole)
+    first = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
     assert [locks.reach(first + offset) for offset in (0, 99, 100, 130, 199, 200)] == [0, 0, 100, 70, 1, 0]
 
 
