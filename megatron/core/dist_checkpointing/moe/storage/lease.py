@@ -204,7 +204,7 @@ class Lease:
                 except (OSError, StoreFailure) as error:
                     self._warn(error)
                     return
-                # Another process was faster, or what is there cannot be seen yet, as in a stale cache of NFS.
+                # Another process was faster, or its file cannot be seen yet, as in a stale cache of NFS.
                 missed += 1
                 if missed > STALE_S / POLL_S:
                     raise UsageError(f"{self._where}/{LEASE} cannot be taken: it changed at each of {missed} tries")
