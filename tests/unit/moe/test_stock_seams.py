@@ -174,7 +174,7 @@ def test_graphs_go_with_every_strategy(graphs: dict[str, Any], strategy: str) ->
         ("whole layers", {"moe_input_jitter_eps": 1e-3}, {"full", "sparse"}),
         ("whole iterations", {"hidden_dropout": 0.1}, set()),
         ("whole iterations of 0.17", {"hidden_dropout": 0.1}, set()),
-        ("routers", {"attention_dropout": 0.1}, set()),
+        ("routers", {"attention_dropout": 0.1}, {"full", "sparse"}),
         ("routers", {"moe_expert_capacity_factor": 1.0}, {"selective"}),
         ("attention", {"moe_expert_capacity_factor": 1.0}, set()),
     ],
