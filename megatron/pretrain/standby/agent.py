@@ -158,11 +158,12 @@ class StandbyAgent(VerdictAgent):
         self._end(ending, signal.SIGTERM, self._shutdown_timeout)
         self._slots = {}
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: int) -> None:
-        super()._shutdown(death_sig, *timeout)  # its watchdog and health check
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        given = {} if timeout is None else {"timeout": timeout}  # older releases of torch give none and take none
+        super()._shutdown(death_sig, **given)  # its watchdog and health check
         self._wanted = 0
         self._end([*self._standbys, *self._survivors.values()], signal.SIGKILL, KILL_TIMEOUT_S)
-        self._end(self._slots.values(), death_sig, *(timeout or (self._shutdown_timeout,)))
+        self._end(self._slots.values(), death_sig, self._shutdown_timeout if timeout is None else timeout)
         self._standbys, self._slots, self._survivors = [], {}, {}
 
     def _those_that_stay(self, group: WorkerGroup) -> dict[str, SlotProcess]:
