@@ -218,4 +218,8 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through destructors: a thread of torch's that still runs would end a node that leaves with SIGABRT.
+    os._exit(code)
