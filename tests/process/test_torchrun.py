@@ -146,3 +146,25 @@ def test_nodes_of_moe_ckpt_run_recover_at_the_first_restart_with_nothing_set_and
     said = ended.stdout + ended.stderr
     assert ended.stdout.count("exit code 0") == 3, said
     assert len(re.findall(r"recovered iteration [23] exactly", said)) == 1, said
+
+
+MEETS = """
+import os, socket
+port = int(os.environ["MASTER_PORT"])
+with socket.socket() as joining:
+    answers = not joining.connect_ex((os.environ["MASTER_ADDR"], port))
+print("meets", os.environ["TORCHELASTIC_USE_AGENT_STORE"], answers, port, flush=True)
+raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+"""
+
+
+@pytest.mark.parametrize("node", ["--standalone", "--master-port {}"])
+def test_where_workers_meet_nobody_else_can_listen_before_they_come(node: str, launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "meets.py"
+    script.write_text(MEETS)
+    node = node.format(free_port())
+    command = f"-m megatron.pretrain.standby.run {node} --nproc-per-node 1 --max-restarts 1 {script}"
+    ended = launch([sys.executable, *command.split()])
+    starts = [line.split()[1:] for line in ended.stdout.splitlines() if line.startswith("meets")]
+    assert ended.returncode == 0 and [start[:2] for start in starts] == [["True", "True"]] * 2, ended.stderr
+    assert starts[0] != starts[1], "what an earlier start wrote is not found again"

@@ -10,19 +10,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, StandbyNotice, WorkersStore
+from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, StandbyNotice
+from megatron.pretrain.standby.node_agent import NodeAgent
 from megatron.pretrain.standby.process import COPY_S, SlotProcess, await_word, let_orphans_go
-from megatron.pretrain.standby.verdict import VerdictAgent
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.01
-ATTEMPTS = 10
-"""How often nodes meet again because one was lost meanwhile."""
 KILL_TIMEOUT_S = 30.0
 """How long the end of a killed process may take: a driver may have to give pages of a device back."""
 QUICK_DEATHS = 3
@@ -33,7 +31,7 @@ ANSWER_S = 15.0
 """How long a process that is well may take to hear of a lost peer and to put its state aside."""
 
 
-class StandbyAgent(VerdictAgent):
+class StandbyAgent(NodeAgent):
     """Fills the slots of its node: a process that lost a peer keeps its own, and those of the others go to standbys,
     and to new processes where there are too few.
 
@@ -52,10 +50,9 @@ class StandbyAgent(VerdictAgent):
         self._slots: dict[int, SlotProcess] = {}
         self._standbys: list[SlotProcess] = []
         self._survivors: dict[str, SlotProcess] = {}
-        self._restarts = self._is_first = False
-        self._starts, self._look_s = 0, 0.0
+        self._restarts = False
+        self._look_s = 0.0
         self._place: NodeRank | None = None
-        self._workers: WorkersStore | None = None
         self._word = StandbyNotice(self._worker_group.spec.rdzv_handler)
 
     # What the base class asks for.
@@ -63,33 +60,17 @@ class StandbyAgent(VerdictAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # A spare node waits here until it is needed.
         with self._word.heeded(self._refill_before_training) if not self._survivors else nullcontext():
-            for attempts_left in reversed(range(ATTEMPTS)):
-                try:
-                    super()._rendezvous(worker_group)
-                    self._settle(worker_group)
-                    return
-                except DistStoreError as error:
-                    if not attempts_left:
-                        raise
-                    log.warning("node lost during rendezvous (%s); retrying", error)
+            super()._rendezvous(worker_group)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Any]:
-        self._is_first = group_rank == 0
         number = NodeRankAgreement(store, group_rank, group_world_size).number(self._place)
         self._place = NodeRank(number, group_world_size)
         ranks: list[Any] = super()._assign_worker_ranks(store, number, group_world_size, spec)
         return ranks
 
-    def _settle(self, group: WorkerGroup) -> None:
-        """Settle where workers meet: in a store that no worker keeps, and that knows nothing of an earlier start."""
+    def _number(self, group: WorkerGroup) -> int:
         assert self._place is not None
-        spec = group.spec
-        group.group_rank, self._workers = self._place.number, None
-        meeting = NodeRankAgreement(group.store, group.group_rank, group.group_world_size)
-        own = spec.local_addr or (spec.master_addr if self._is_first else None)
-        self._workers = meeting.workers(self._place.number, self._starts, own)
-        self._starts = self._workers.start + 1
-        group.master_addr, group.master_port = self._workers.address, self._workers.port
+        return self._place.number
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         environments = self._environments(worker_group)
@@ -202,7 +183,6 @@ class StandbyAgent(VerdictAgent):
             "TORCHELASTIC_RESTART_COUNT": workers.start,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": True,
         }
         environments: dict[int, dict[str, str]] = {}
         for worker in group.workers:

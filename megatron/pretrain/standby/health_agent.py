@@ -34,7 +34,7 @@ from megatron.pretrain.processes import node_name
 from megatron.pretrain.standby.agent import StandbyAgent
 from megatron.pretrain.standby.health_check import FailureCounter, HungRanks, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
-from megatron.pretrain.standby.verdict import VerdictAgent
+from megatron.pretrain.standby.node_agent import NodeAgent
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         time.sleep(STACKS_S)
 
 
-class HealthAgent(_HealthChecks, VerdictAgent):
+class HealthAgent(_HealthChecks, NodeAgent):
     """torch's own agent."""
 
     def _pids(self) -> dict[int, int]:
@@ -208,7 +208,7 @@ def own_agents(standbys: int, hygiene: HealthOptions) -> Iterator[None]:
         (True, True): partial(HealthStandbyAgent, standbys=standbys, hygiene=hygiene),
         (True, False): partial(StandbyAgent, standbys=standbys),
         (False, True): partial(HealthAgent, hygiene=hygiene),
-        (False, False): VerdictAgent,
+        (False, False): NodeAgent,
     }
     launcher.LocalElasticAgent = kinds[standbys > 0, bool(hygiene)]
     try:

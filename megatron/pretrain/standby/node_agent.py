@@ -1,0 +1,89 @@
+"""torch's elastic agent, which keeps the store of its workers, and waits only briefly for others behind a verdict."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, DistStoreError, Store
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.utils.store import barrier
+
+from megatron.pretrain.processes import has_verdict
+from megatron.pretrain.standby.meeting import NodeRankAgreement, WorkersStore
+
+log = logging.getLogger(__name__)
+
+OTHERS_S = 10
+"""How long the ranks of other nodes may take to come to the same verdict."""
+ATTEMPTS = 10
+"""How often nodes meet again because one was lost meanwhile."""
+
+
+class NodeAgent(LocalElasticAgent):
+    """Torch's, but for two things.
+
+    Its workers meet in a store that the first node's agent keeps. Torch's (2.14) draws a free port, lets go of it,
+    and its first worker listens there seconds later: any connection of the machine may have it by then.
+
+    Where ranks left a verdict it ends after `OTHERS_S`, not after 300 s. The rank that leaves first may take along what
+    others still meet at. They fail then and come back to the rendezvous, which is closed only when this agent ends:
+    until then each would wait for the other.
+    """
+
+    _workers: WorkersStore | None = None
+    _starts = 0
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                super()._rendezvous(worker_group)
+                self._settle(worker_group)
+                return
+            except DistStoreError as error:
+                if not attempts_left:
+                    raise
+                log.warning("node lost during rendezvous (%s); retrying", error)
+
+    def _number(self, group: WorkerGroup) -> int:
+        """Of this node, in the order of ranks."""
+        number: int = group.group_rank
+        return number
+
+    def _settle(self, group: WorkerGroup) -> None:
+        """Settle that workers meet in a store that none of them keeps, and that knows nothing of an earlier start."""
+        spec, number, self._workers = group.spec, self._number(group), None
+        meeting = NodeRankAgreement(group.store, number, group.group_world_size)
+        # The address that torch has of the node that came first.
+        own = spec.local_addr or (None if group.group_rank else spec.master_addr)
+        self._workers = meeting.workers(number, self._starts, own)
+        self._starts = self._workers.start + 1
+        group.group_rank, group.master_addr, group.master_port = number, self._workers.address, self._workers.port
+
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, Any]]) -> None:
+        for environment in envs.values():  # that workers are about to get
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        super()._setup_local_watchdog(envs=envs)
+
+    def _exit_barrier(self) -> None:
+        if has_verdict():
+            wait_for_others(self._store, self._worker_group.group_world_size)
+        else:
+            super()._exit_barrier()
+
+
+def wait_for_others(store: Store, nodes: int, timeout_s: float = OTHERS_S) -> None:
+    """Wait until the agents of all nodes are here, or for some time.
+
+    Args:
+        store: The store of the rendezvous.
+        nodes: The number of nodes.
+        timeout_s: The longest time in seconds.
+    """
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        barrier(store, nodes, "moe-ckpt/verdict", timeout_s)
+    except DistError:
+        log.warning("ranks exited with a permanent error; other nodes are still running after %g s", timeout_s)
