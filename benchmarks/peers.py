@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ OURS = ("full", "full, replica", "full, replica, storage", "pec")
 WHEELS = {
     "NVRx": "nvidia-resiliency-ext==0.6.0 defusedxml",
     "LM-Resiliency": "lm-resiliency==0.2.0",
+    "torchft": "torchft==0.2.0",
 }
 """What peers by these names are made from."""
 
@@ -43,17 +44,19 @@ class WithoutCheckpoints:
         return 0
 
 
-def missing_peers(folder: Path, *, only_look: bool) -> dict[str, str]:
+def missing_peers(folder: Path, names: Sequence[str], *, only_look: bool) -> dict[str, str]:
     """Unpack the wheels of peers, not what these depend on, unless that was done; why not, by the name of the peer.
 
     What is used of them is Python, which runs with an older glibc, and with a newer torch, than they ask for.
 
     Args:
         folder: What they are unpacked to.
+        names: Of the peers.
         only_look: Install nothing.
     """
     missing = {}
-    for name, wheels in WHEELS.items():
+    for name in names:
+        wheels = WHEELS[name]
         first, _, release = wheels.split()[0].partition("==")
         if (folder / f"{first.replace('-', '_')}-{release}.dist-info").is_dir():
             continue
@@ -61,7 +64,8 @@ def missing_peers(folder: Path, *, only_look: bool) -> dict[str, str]:
             missing[name] = "it is not there, and a quick run installs nothing"
             continue
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-        command += ["--platform", "manylinux_2_39_x86_64", "--only-binary=:all:", *wheels.split()]
+        command += [f"--platform={name}_x86_64" for name in ("manylinux_2_39", "manylinux2014")]
+        command += ["--only-binary=:all:", *wheels.split()]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             missing[name] = (done.stderr.strip().splitlines() or ["pip failed"])[-1]

@@ -47,7 +47,7 @@ def main() -> int:
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
     """The copies alone, the turns of all contestants, and those of some on models of several depths."""
-    missing = missing_peers(PEERS_FOLDER, only_look=quick)
+    missing = missing_peers(PEERS_FOLDER, ("NVRx", "LM-Resiliency"), only_look=quick)
     peers = [name for name in PEERS if not (missing and name.startswith(tuple(missing)))]
     settings = {"copies": 6 if quick else 14, "interval": INTERVAL, "checkpoints_per_turn": 2}
     all_at_once = [*OURS, *(name for name in peers if name != "LM-Resiliency")]  # without a replica it is in the lines

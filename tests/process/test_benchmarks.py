@@ -21,6 +21,7 @@ ROWS = {
     "slow_links": "| 0.5 | 2 |",
     "replay": "| all but the embedding |",
     "recovery": "| of that with new processes |",
+    "replica_loss": "| until both train again, s |",
     "localized_recovery": "| PP=2, EP=2 | detection until training is where it was, s |",
     "planned_kills": "| until training is back |",
     "memory_peaks": "beyond its imports",
@@ -28,7 +29,7 @@ ROWS = {
     "figure_jobs": "selective_ablation: ",
 }
 """What each prints at last."""
-LONG = ("slow_links", "recovery", "localized_recovery", "planned_kills", "memory_peaks", "pec_accuracy", "figure_jobs")
+LONG = ("slow_links", "recovery", "replica_loss", "localized_recovery", "planned_kills", "memory_peaks", "pec_accuracy", "figure_jobs")
 """Of 20 seconds or more on two cores."""
 
 
