@@ -69,6 +69,11 @@ def read_if_there(path: Path) -> bytes | None:
         raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
 
 
+def iteration_of(text: str) -> int | None:
+    """The iteration that a tracker's text names; None for a release, and for more digits than `int` takes."""
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
 def read_tracker(root: Path) -> str | None:
     """The name of the folder that the tracker of a --save folder names, None without a tracker.
 
@@ -83,9 +88,10 @@ def read_tracker(root: Path) -> str | None:
         raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror})") from error
     if text == RELEASE:
         return RELEASE
-    if not _NUMBER.fullmatch(text):
+    iteration = iteration_of(text)
+    if iteration is None:
         raise UnreadableCheckpoint(f"{path} holds {text[:40]!r}, not an iteration")
-    return f"iter_{int(text):07d}"
+    return f"iter_{iteration:07d}"
 
 
 def condemned(folder: Path) -> Path:

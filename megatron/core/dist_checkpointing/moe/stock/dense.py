@@ -13,6 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.utils import unwrap_model
+from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
 
 from ..core_versions.training import replaced
 from ..dense_saves.choosing import has_chain, intact_checkpoint
@@ -22,10 +23,7 @@ from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
-from ..storage.small_files import INFORMING_BYTES, read_small
 from .seams import Call
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class StockSaves:
@@ -180,13 +178,13 @@ def newest_iteration(folder: str | None) -> int:
 
 def _iteration_in(folder: str) -> int:
     try:
-        text = read_small(Path(folder) / TRACKER, INFORMING_BYTES, through_links=True).decode(errors="replace").strip()
+        text = read_beside(Path(folder) / TRACKER, INFORMING_BYTES).decode(errors="replace").strip()
     except OSError:
         return -1
     if not text:  # its writer was killed
         return max(CheckpointDirectory(folder).iterations(), default=-1)
     # A released model, which training begins from; or what loading refuses, such as more digits than `int` takes.
-    return int(text) if text.isdecimal() and len(text) <= 18 else 0
+    return iteration_of(text) or 0
 
 
 # Checkpoints of the stock loop with state of few bits as it is, which Megatron-Core would save in fp32.
