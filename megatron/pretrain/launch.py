@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
+from megatron.pretrain.exit_noise import end_at_once_when_interrupted, end_with, outlive_readers
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 if __name__ == "__main__":
@@ -218,8 +218,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not through destructors: a thread of torch's that still runs would end a node that leaves with SIGABRT.
-    os._exit(code)
+    end_with(lambda: main(sys.argv[1:]))

@@ -16,9 +16,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.pretrain.allocation_units import add_unit_flags, export_unit
-from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
+from megatron.pretrain.exit_noise import end_at_once_when_interrupted, end_with, outlive_readers
 from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 from moe_ckpt.megatron_core import refuse_unsupported_versions
@@ -27,11 +28,15 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 _AT_START = {"redirects": "0", "tee": "0", "run_path": False, "numa_binding": None}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a job to its end; ends as torchrun does."""
     end_at_once_when_interrupted()  # until there are processes to end
     outlive_readers()
     refuse_unsupported_versions()
+    end_with(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     # Torch takes seconds to import, in which Ctrl-C may come; and what needs Megatron-Core comes once that is skipped.
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -59,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         reason, _, _ = str(error).partition("\n")
         sys.stderr.write(f"moe-ckpt-run: error: no rendezvous at {where}: {reason}\n")
-        sys.exit(1)
+        return 1
     except NodeExcluded as error:
         sys.stderr.write(f"moe-ckpt-run: {error}\n")
-        sys.exit(NODE_LEAVES)
+        return NODE_LEAVES
     except SignalException as stop:
         sys.stderr.write(f"moe-ckpt-run: stopped by signal {stop.sigval.name}\n")
-        sys.exit(128 + int(stop.sigval))
+        return 128 + int(stop.sigval)
+    return 0
 
 
 _EXAMPLES = """
