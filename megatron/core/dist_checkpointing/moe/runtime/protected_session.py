@@ -40,11 +40,11 @@ from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, 
 from ..replication.agreement import merged, of_first, raise_on_all_ranks
 from ..replication.replicator import Replicator
 from ..resharding.store import NoStorage, PreviousLayout
-from ..snapshot.background import ThreadExecutor
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.iteration_message import CudaStopwatch
 from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging
-from ..snapshot.workers import Persister, ReplicationWorker
+from ..snapshot.persister import Persister
+from ..snapshot.workers import ReplicationWorker, ThreadExecutor
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions
