@@ -241,8 +241,8 @@ def one_iteration(args: Any) -> str:
     Megatron-LM looks for a tracker there, finds none, and begins again. Raises UsageError for a folder that holds
     something else than its checkpoints.
     """
-    given, here = args.load, Path(args.load or "").absolute()
-    if given is None or "://" in given or (here / TRACKER).exists() or not here.is_dir():
+    given, here = args.load, Path(args.load).absolute()
+    if "://" in given or (here / TRACKER).exists() or not here.is_dir():
         return ""
     if ITERATION.fullmatch(here.name) and any((here / name).exists() for name in (INDEX, FORMAT, COMMON)):
         args.load, args.ckpt_step = str(here.parent), int(here.name.removeprefix("iter_"))

@@ -242,7 +242,6 @@ class ReplicationWorker:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._receiver = ReplicaReceiver(store, clock, identity.job, transport.rank, steps.follow if steps else None)
         self._connected = True
         self._steps = steps
 
@@ -321,8 +320,9 @@ class ReplicationWorker:
             task.status = Status.UNDER_REPLICATED
 
     def _exchange(self, replicator: Replicator, task: SnapshotTask, offered: Sequence[Piece] | None) -> None:
-        readers, offers = [], None
-        rank = self._transport.rank
+        readers, offers, rank = [], None, self._transport.rank
+        follow = self._steps.follow if self._steps else None
+        receiver = ReplicaReceiver(self._store, self._clock, self._identity.job, rank, follow)
         try:
             if offered is not None:
                 readers = [self._store.open(SnapshotId(one.plan.iteration, rank, one.kind)) for one in offered]
@@ -334,14 +334,14 @@ class ReplicationWorker:
                     for reader, step in zip(readers, steps, strict=True)
                 ]
             begun_s, moved_s = self._clock.now_s(), replicator.moving_s
-            done = replicator.exchange(task.plan.iteration, offers, self._receiver)
+            done = replicator.exchange(task.plan.iteration, offers, receiver)
             task.exchange_s = self._clock.now_s() - begun_s
             if moved_s is not None and replicator.moving_s is not None:  # pauses say nothing of the network
                 task.exchange_s = replicator.moving_s - moved_s
         except UnreadableCheckpoint as error:
             task.failures.append(str(error))
             # Peers are in this round and wait for a header: one without pieces ends it for them.
-            done = replicator.exchange(task.plan.iteration, None, self._receiver)
+            done = replicator.exchange(task.plan.iteration, None, receiver)
         finally:
             # Readers pin their segments, which the next snapshots need.
             for reader in readers:

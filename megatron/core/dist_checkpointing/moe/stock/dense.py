@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,16 @@ class StockSaves:
     """
 
     def __init__(self, args: Any, secret: str | None, *, protects: bool) -> None:
-        self._args, self._protects, self._saves = args, protects, DenseSaves(secret)
+        self._args, self._protects, self._secret = args, protects, secret
         self._is_raw = False
         self.device_states: Mapping[str, bytes] = {}
         self.recorded_args: Any = None
         self._loaded: Path | None = None
         self._experts: Any = None
+
+    @cached_property
+    def _saves(self) -> DenseSaves:
+        return DenseSaves(self._secret)  # for a loop that saves
 
     def protect(self, chunks: Any, *, loaded: bool) -> None:
         """Training continues here.
