@@ -58,8 +58,7 @@ def read_beside(path: Path, most_bytes: int) -> bytes:
 def read_if_there(path: Path) -> bytes | None:
     """The content of a list of checksums or of experts, None if there is no such file.
 
-    Raises:
-        UnreadableCheckpoint: the file is there and cannot be read.
+    Raises UnreadableCheckpoint where it is there and cannot be read.
     """
     try:
         return read_beside(path, SUMS_BYTES)
@@ -97,8 +96,7 @@ def read_tracker(root: Path) -> str | None:
 def condemned(folder: Path) -> Path:
     """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
 
-    Returns:
-        The hidden folder that it has become. Raises OSError.
+    Returns the hidden folder that it has become. Raises OSError.
     """
     hidden = folder.with_name(f".{folder.name}.removing")
     shutil.rmtree(hidden, ignore_errors=True)

@@ -220,13 +220,7 @@ def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wron
 )
 @pytest.mark.full
 def test_a_job_that_a_copy_of_a_standby_continues_with_ends_in_the_state_of_one_without_faults(
-    strategy: str,
-    layout: Layout,
-    launch: Launch,
-    train: Train,
-    corpus: str,
-    cluster: Cluster,
-    tmp_path: Path,
+    strategy: str, layout: Layout, launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     straight, killed, slots = tmp_path / "straight", tmp_path / "killed", tmp_path / "slots"
     slots.mkdir()

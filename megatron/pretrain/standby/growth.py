@@ -56,7 +56,7 @@ class DeferredNodeCount:
     def _forget(self) -> None:
         try:
             self._joining.forget()
-        except OSError as error:  # on each poll
+        except OSError as error:  # on each poll; said once
             if not self._is_stuck:
                 log.warning("workers may make way for nodes that no longer wait (%s)", error)
             self._is_stuck = True

@@ -84,21 +84,16 @@ each of 16 nodes; a node is excluded after 3 failures within 10 minutes:
 
 All options of torchrun apply: torchrun --help. Flags of SCRIPT: moe-ckpt flags.
 """
-
-
 _USAGE = "%(prog)s [options of torchrun] [--moe-ckpt-...] SCRIPT [flags]"
 
 
 def _own_help() -> str:
     """What torchrun lacks, and how a job is started; its own options are a page that its users know."""
     parser = argparse.ArgumentParser(
-        prog="moe-ckpt-run",
-        usage=_USAGE,
+        prog="moe-ckpt-run", usage=_USAGE, epilog=_EXAMPLES, add_help=False,
         description="torchrun with hot standbys: surviving ranks keep their processes when others are lost.",
-        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
+    )  # fmt: skip
     add_launcher_flags(parser)
     add_unit_flags(parser)
     return parser.format_help()
