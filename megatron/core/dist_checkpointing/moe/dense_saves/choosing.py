@@ -225,7 +225,7 @@ def _transient(args: Any, root: Path | None) -> _Loadable | None:
         return None
     folder = args.non_persistent_global_ckpt_dir or (None if root is None else root / "non_persistent")
     iteration = None if folder is None else iteration_of(_tracker(Path(folder)) or "")
-    return None if iteration is None else _Loadable(Path(folder), f"iter_{iteration:07d}")
+    return None if folder is None or iteration is None else _Loadable(Path(folder), f"iter_{iteration:07d}")
 
 
 def _iteration(name: str) -> int:

@@ -39,7 +39,8 @@ from ..recovery.sources import KeptState, keep, take
 from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
 from ..replication.agreement import merged, of_first, raise_on_all_ranks
 from ..replication.replicator import Replicator
-from ..resharding.store import NoStorage, PreviousLayout
+from ..resharding.store import NoStorage
+from ..resharding.survivors import PreviousLayout
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.iteration_message import CudaStopwatch
 from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging

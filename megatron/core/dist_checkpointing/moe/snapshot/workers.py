@@ -183,7 +183,7 @@ class BackgroundWork:
                 self.complain("background work does not end", [f"waited {self._timeout_s:g} s for it"])
 
 
-# What is done with one snapshot.
+# The work on one snapshot.
 
 
 @dataclass
