@@ -165,8 +165,8 @@ class RestoreTask:
         self._rank, self._open = ports.transport.rank, ExitStack()
         self._base = base_for(plan, self._rank, topology)
         self._held: list[tuple[SnapshotRequest, Reader]] = []
-        travels, fetcher = requested(phases, ports.transport), SnapshotFetcher(ports.transport, ports.store_of)
-        self._arrived, self._refused = fetcher.carry(travels) if travels else ({}, {})
+        go = requested(phases, ports.transport)
+        self._arrived, self._refused = SnapshotFetcher(ports.transport, ports.store_of).carry(go) if go else ({}, {})
         for reader in self._arrived.values():
             if reader not in self.late:
                 self._open.enter_context(reader)
