@@ -5,7 +5,6 @@ a rank's training memory carries so many bytes per second. Jobs without checkpoi
 right after each other, in another order in each round; the latter two lose a process. From these costs follows the ETTR
 for each time between failures, with the best interval of `full` and the window that `sparse` chooses. One is said to be
 ahead where the 95 % interval of the difference, over rounds, leaves 0 out.
-
 """
 
 from __future__ import annotations

@@ -24,12 +24,11 @@ from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
-from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import segment_sizes
-from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, ThreadExecutor
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Part, SnapshotPlan, StepJournal, Topology

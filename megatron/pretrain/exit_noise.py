@@ -1,4 +1,4 @@
-"""What a process of a job does when a person presses Ctrl-C, or who read its output goes away: no traceback, no noise.
+"""How a process of a job ends, by itself or at Ctrl-C, and what it does without readers: no traceback, no noise.
 
 Imports nothing that takes time: Ctrl-C may come while the rest is imported.
 """
@@ -11,10 +11,10 @@ import io
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer
+    from collections.abc import Buffer, Callable
 
 OF_LAUNCHERS = frozenset({"LOCAL_RANK", "MOE_CKPT_SEAT"})
 """Environment variables of a rank, and of a standby."""
@@ -47,6 +47,22 @@ def outlive_readers() -> None:
                 write_through=stream.write_through,
             )
             setattr(sys, name, lasting)
+
+
+def end_with(program: Callable[[], int]) -> NoReturn:
+    """Run a launcher, and end this process with its exit code.
+
+    Not through destructors: a thread of torch's that still runs would end a node that leaves with SIGABRT.
+    """
+    try:
+        code = program()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, a full disk, closed
+            stream.flush()
+    os._exit(code)
 
 
 class _Lasting(io.FileIO):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
+from megatron.pretrain.exit_noise import end_at_once_when_interrupted, end_with, outlive_readers
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 if __name__ == "__main__":
@@ -94,20 +94,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megatron.pretrain.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, required=True, help="processes per node")
     parser.add_argument(
-        "--nnodes",
-        type=NodeRange.parse,
-        default=NodeRange(1, 1),
-        metavar="N|MIN:MAX",
+        "--nnodes", type=NodeRange.parse, default=NodeRange(1, 1), metavar="N|MIN:MAX",
         help="simulated nodes, each an agent on this machine; MIN:MAX with --moe-ckpt-elastic",
-    )
+    )  # fmt: skip
     parser.add_argument("--spares", type=int, help="spare nodes that replace lost ones (default: --max-restarts)")
     parser.add_argument("--spare-after-s", type=float, default=0.0, help="seconds until a spare joins")
     parser.add_argument(
-        "--last-call-s",
-        type=float,
-        default=LAST_CALL_S,
+        "--last-call-s", type=float, default=LAST_CALL_S,
         help="with MIN:MAX: seconds that a rendezvous waits for more nodes",
-    )
+    )  # fmt: skip
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts of all workers after a failure")
     add_launcher_flags(parser)
     parser.add_argument("--rdzv-endpoint", help=argparse.SUPPRESS)
@@ -123,26 +118,17 @@ def _run_nodes(options: argparse.Namespace) -> int:
     if options.nnodes.most == 1:
         return _run_agent(options)
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
-    for name in (
-        "nproc_per_node",
-        "nnodes",
-        "max_restarts",
-        "moe_ckpt_standbys",
-        "last_call_s",
-        "rdzv_endpoint",
-        "rdzv_id",
-    ):
+    for name in "nproc_per_node nnodes max_restarts moe_ckpt_standbys last_call_s rdzv_endpoint rdzv_id".split():
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    command += HealthOptions.of(options).arguments()
-    command += [options.script, *options.flags]
+    command += [*HealthOptions.of(options).arguments(), options.script, *options.flags]
     nodes = Nodes(
         options.nnodes.most,
         options.nnodes.least,
         options.max_restarts if options.spares is None else options.spares,
         options.spare_after_s,
     )
-    patience_s = SHUTDOWN_TIMEOUT_S + 10
-    return run_nodes(command, options.rdzv_endpoint, nodes, run_id=options.rdzv_id, patience_s=patience_s)
+    late_s = SHUTDOWN_TIMEOUT_S + 10
+    return run_nodes(command, options.rdzv_endpoint, nodes, run_id=options.rdzv_id, patience_s=late_s)
 
 
 def _run_agent(options: argparse.Namespace) -> int:
@@ -213,13 +199,8 @@ def _patient(nodes: NodeRange) -> Iterator[None]:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HERE, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not through destructors: a thread of torch's that still runs would end a node that leaves with SIGABRT.
-    os._exit(code)
+    end_with(lambda: main(sys.argv[1:]))

@@ -6,11 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.dist_checkpointing.moe.errors import (
-    NewerFormat,
-    UnreadableCheckpoint,
-    UsageError,
-)
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
 
 
 def decoded[T](

@@ -58,8 +58,7 @@ def read_beside(path: Path, most_bytes: int) -> bytes:
 def read_if_there(path: Path) -> bytes | None:
     """The content of a list of checksums or of experts, None if there is no such file.
 
-    Raises:
-        UnreadableCheckpoint: the file is there and cannot be read.
+    Raises UnreadableCheckpoint where it is there and cannot be read.
     """
     try:
         return read_beside(path, SUMS_BYTES)
@@ -67,6 +66,11 @@ def read_if_there(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror}); take another iteration") from error
+
+
+def iteration_of(text: str) -> int | None:
+    """The iteration that a tracker's text names; None for a release, and for more digits than `int` takes."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def read_tracker(root: Path) -> str | None:
@@ -83,16 +87,16 @@ def read_tracker(root: Path) -> str | None:
         raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror})") from error
     if text == RELEASE:
         return RELEASE
-    if not _NUMBER.fullmatch(text):
+    iteration = iteration_of(text)
+    if iteration is None:
         raise UnreadableCheckpoint(f"{path} holds {text[:40]!r}, not an iteration")
-    return f"iter_{int(text):07d}"
+    return f"iter_{iteration:07d}"
 
 
 def condemned(folder: Path) -> Path:
     """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
 
-    Returns:
-        The hidden folder that it has become. Raises OSError.
+    Returns the hidden folder that it has become. Raises OSError.
     """
     hidden = folder.with_name(f".{folder.name}.removing")
     shutil.rmtree(hidden, ignore_errors=True)

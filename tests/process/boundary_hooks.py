@@ -101,8 +101,8 @@ class Logged:
         from megatron.core.dist_checkpointing.moe.local_recovery.communicator import BoundaryCommunicator
         from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
         from megatron.core.dist_checkpointing.moe.policy.rollback import tensor_shape
-        from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+        from megatron.core.dist_checkpointing.moe.snapshot.workers import ThreadExecutor
         from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
         config, args = self.trainer.config, self.trainer.args

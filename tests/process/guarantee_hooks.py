@@ -152,7 +152,7 @@ def little_space(free_bytes: int, ranks: Collection[int] = range(64)) -> Iterato
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
-    from megatron.core.dist_checkpointing.moe.snapshot import workers
+    from megatron.core.dist_checkpointing.moe.snapshot import persister
 
     original = ProtectedSession.on_state_consistent
 
@@ -164,6 +164,6 @@ def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
 
     with (
         mock.patch.object(ProtectedSession, "on_state_consistent", on_state_consistent),
-        mock.patch.object(workers, "FIRST_PAUSE_S", 0.05),
+        mock.patch.object(persister, "FIRST_PAUSE_S", 0.05),
     ):
         yield

@@ -137,7 +137,7 @@ def _session(name: str) -> Callable[[], tuple[Any, str]]:
 
 
 def _sending() -> tuple[Any, str]:
-    from megatron.core.dist_checkpointing.moe.recovery.restoring import SnapshotFetcher
+    from megatron.core.dist_checkpointing.moe.recovery.fetching import SnapshotFetcher
 
     return SnapshotFetcher, "_send"
 

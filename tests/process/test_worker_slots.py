@@ -192,6 +192,17 @@ def test_no_standby_is_left_when_the_job_has_ended(run_workers: Jobs) -> None:
     assert not [pid for pid in standbys(folder) if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(("worker", "code"), [("import this", 0), ("raise MemoryError", 1)])
+def test_no_destructor_of_torch_changes_the_exit_code_of_moe_ckpt_run(worker: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(worker)
+    abort = "import atexit, os; atexit.register(os.abort); from megatron.pretrain.standby.run import main; main()"
+    command = [sys.executable, "-c", abort, "--nproc-per-node=1", str(tmp_path / "worker.py")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
+    assert ended.returncode == code, ended.stderr
+    assert ("ChildFailedError" in ended.stderr) == bool(code)
+
+
 @pytest.mark.parametrize("wrong", [["--tee", "3"], pytest.param(["--redirects", "1"], marks=pytest.mark.full)])
 def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wrong: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron.pretrain.standby.run", "--moe-ckpt-standbys", "1", *wrong, str(WORKER)]
@@ -209,13 +220,7 @@ def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wron
 )
 @pytest.mark.full
 def test_a_job_that_a_copy_of_a_standby_continues_with_ends_in_the_state_of_one_without_faults(
-    strategy: str,
-    layout: Layout,
-    launch: Launch,
-    train: Train,
-    corpus: str,
-    cluster: Cluster,
-    tmp_path: Path,
+    strategy: str, layout: Layout, launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     straight, killed, slots = tmp_path / "straight", tmp_path / "killed", tmp_path / "slots"
     slots.mkdir()

@@ -22,7 +22,8 @@ from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.replication.replicator import Replicator
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, Ports, ProtectionReport, TokenCounts
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import fit_memory, gathered_sizes, segment_sizes
-from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, ReplicationWorker
+from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, StepJournal, Topology, expert
 

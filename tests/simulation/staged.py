@@ -7,14 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from simulated import SMALL, journal_of
 from simulated_world.job import RankPorts, SimulatedJob, Start
-from simulated_world.pipeline import (
-    TENSOR_BYTES,
-    FakeBuffers,
-    FakeFeed,
-    FakeGradients,
-    FakeRecorder,
-    FakeStage,
-)
+from simulated_world.pipeline import TENSOR_BYTES, FakeBuffers, FakeFeed, FakeGradients, FakeRecorder, FakeStage
 from simulated_world.rank import FakeExecution
 from simulated_world.world import World
 
@@ -25,11 +18,7 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineag
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
 from megatron.core.dist_checkpointing.moe.ports import RANDOM, PeerLost
-from megatron.core.dist_checkpointing.moe.recovery.recovery import (
-    Recovery,
-    RecoveryOutcome,
-    Waiting,
-)
+from megatron.core.dist_checkpointing.moe.recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RecoveryPorts
 from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
@@ -38,14 +27,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinato
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import fit_memory, gathered_sizes, segment_sizes
 from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec, Job
-from megatron.core.dist_checkpointing.moe.types import (
-    OperatorId,
-    OperatorKind,
-    Scope,
-    StepJournal,
-    Topology,
-    expert,
-)
+from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Scope, StepJournal, Topology, expert
 
 MICROBATCHES, PER_STAGE = 2, 2
 

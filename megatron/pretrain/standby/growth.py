@@ -31,12 +31,13 @@ class DeferredNodeCount:
     def __init__(self, count: Callable[[], int], joining: Joining, now_s: Callable[[], float] = time.monotonic) -> None:
         self._count, self._joining, self._now_s = count, joining, now_s
         self._since_s: float | None = None
+        self._is_stuck = False
 
     def __call__(self) -> int:
         waiting = self._count()
         if not waiting:
             self._since_s = None
-            self._joining.forget()
+            self._forget()
             return 0
         if self._since_s is None:
             self._since_s = self._now_s()
@@ -50,7 +51,15 @@ class DeferredNodeCount:
     def meeting(self) -> None:
         """All nodes meet: workers that start after that were asked nothing yet, whoever waits by then."""
         self._since_s = None
-        self._joining.forget()
+        self._forget()
+
+    def _forget(self) -> None:
+        try:
+            self._joining.forget()
+        except OSError as error:  # on each poll; said once
+            if not self._is_stuck:
+                log.warning("workers may make way for nodes that no longer wait (%s)", error)
+            self._is_stuck = True
 
 
 @contextlib.contextmanager

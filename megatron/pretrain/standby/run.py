@@ -16,9 +16,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.pretrain.allocation_units import add_unit_flags, export_unit
-from megatron.pretrain.exit_noise import end_at_once_when_interrupted, outlive_readers
+from megatron.pretrain.exit_noise import end_at_once_when_interrupted, end_with, outlive_readers
 from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 from moe_ckpt.megatron_core import refuse_unsupported_versions
@@ -27,11 +28,15 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 _AT_START = {"redirects": "0", "tee": "0", "run_path": False, "numa_binding": None}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a job to its end; ends as torchrun does."""
     end_at_once_when_interrupted()  # until there are processes to end
     outlive_readers()
     refuse_unsupported_versions()
+    end_with(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     # Torch takes seconds to import, in which Ctrl-C may come; and what needs Megatron-Core comes once that is skipped.
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -59,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         reason, _, _ = str(error).partition("\n")
         sys.stderr.write(f"moe-ckpt-run: error: no rendezvous at {where}: {reason}\n")
-        sys.exit(1)
+        return 1
     except NodeExcluded as error:
         sys.stderr.write(f"moe-ckpt-run: {error}\n")
-        sys.exit(NODE_LEAVES)
+        return NODE_LEAVES
     except SignalException as stop:
         sys.stderr.write(f"moe-ckpt-run: stopped by signal {stop.sigval.name}\n")
-        sys.exit(128 + int(stop.sigval))
+        return 128 + int(stop.sigval)
+    return 0
 
 
 _EXAMPLES = """
@@ -78,21 +84,16 @@ each of 16 nodes; a node is excluded after 3 failures within 10 minutes:
 
 All options of torchrun apply: torchrun --help. Flags of SCRIPT: moe-ckpt flags.
 """
-
-
 _USAGE = "%(prog)s [options of torchrun] [--moe-ckpt-...] SCRIPT [flags]"
 
 
 def _own_help() -> str:
     """What torchrun lacks, and how a job is started; its own options are a page that its users know."""
     parser = argparse.ArgumentParser(
-        prog="moe-ckpt-run",
-        usage=_USAGE,
+        prog="moe-ckpt-run", usage=_USAGE, epilog=_EXAMPLES, add_help=False,
         description="torchrun with hot standbys: surviving ranks keep their processes when others are lost.",
-        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
+    )  # fmt: skip
     add_launcher_flags(parser)
     add_unit_flags(parser)
     return parser.format_help()

@@ -28,12 +28,12 @@ from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveB
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import Throttle
 from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import CudaStopwatch
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import (
     LOG,

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError
-from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ThreadExecutor
 
 PATIENCE_S = 60.0
 
@@ -100,7 +100,7 @@ def test_work_that_has_ended_is_not_kept(lane: ThreadExecutor) -> None:
 def test_a_lane_at_work_does_not_keep_a_process_from_ending() -> None:
     program = (
         "import threading\n"
-        "from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor\n"
+        "from megatron.core.dist_checkpointing.moe.snapshot.workers import ThreadExecutor\n"
         "begun = threading.Event()\n"
         "ThreadExecutor('stuck').submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "begun.wait()\n"

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import 
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_logs import BoundaryLogs, LogPlan, LogPorts
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.ports import Layout, SnapshotId, StoreFailure
-from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ThreadExecutor
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import (
     LOG,

@@ -18,7 +18,7 @@ from device_training import LOGS, TRAINING, Findings, Training, trained
 from megatron.core.dist_checkpointing.moe.device import Arriving
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
-from megatron.core.dist_checkpointing.moe.snapshot import background
+from megatron.core.dist_checkpointing.moe.snapshot import workers
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.pretrain.testing.async_device import SCHEDULES
@@ -164,7 +164,7 @@ def plain_thread(run: Callable[[], object], name: str) -> threading.Thread:
 @pytest.mark.parametrize(
     ("module", "call"),
     [
-        (background, ("cudaEventQuery", "moe-ckpt-control")),
+        (workers, ("cudaEventQuery", "moe-ckpt-control")),
         (process_restart, ("cudaDeviceSynchronize", "moe-ckpt-device")),
     ],
     ids=["lane", "device check"],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Watcher
-from megatron.core.dist_checkpointing.moe.snapshot.background import ThreadExecutor
+from megatron.core.dist_checkpointing.moe.snapshot.workers import ThreadExecutor
 
 LONG_S = 30.0
 DEVICE = 3

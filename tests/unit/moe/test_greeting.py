@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import interface
 from megatron.core.dist_checkpointing.moe.replication.connections import HELLO, Connections
 from megatron.core.dist_checkpointing.moe.replication.interface import Greeting
-from megatron.core.dist_checkpointing.moe.resharding.survivors import RecordServer, RemoteRecords
+from megatron.core.dist_checkpointing.moe.resharding.record_server import RecordServer, RemoteRecords
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks
 
 LONG_S = 60.0

@@ -65,7 +65,6 @@ def test_what_megatron_understands_or_begins_in_is_left_to_it(tmp_path: Path) ->
     tracked = saved(tmp_path / "tracked", TRACKER)
     saved(tracked / "iter_0000004", INDEX)
     for load in (
-        None,
         str(tracked),
         str(saved(tmp_path / "empty")),
         str(tmp_path / "none"),

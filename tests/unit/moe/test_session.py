@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.resharding.store import PreviousLayout
+from megatron.core.dist_checkpointing.moe.resharding.survivors import PreviousLayout
 from megatron.core.dist_checkpointing.moe.runtime import protected_session
 from megatron.core.dist_checkpointing.moe.runtime.opening import RECOVERY_PATIENCE
 from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession

@@ -154,6 +154,16 @@ def test_workers_that_start_again_are_asked_anew_though_nodes_still_wait(
     assert joining.is_asked
 
 
+def test_where_a_file_took_the_place_of_the_folder_no_launcher_ends_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    deferred = DeferredNodeCount(lambda: 0, Joining(tmp_path / "file"))
+    deferred.meeting()
+    assert deferred() == deferred() == 0
+    assert caplog.text.count("workers may make way for nodes that no longer wait") == 1
+
+
 def test_a_folder_that_is_gone_delays_nodes_and_ends_no_launcher(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Layout, PeerLost, SnapshotId
-from megatron.core.dist_checkpointing.moe.resharding.survivors import RecordServer, RemoteRecords, SurvivingMemory
+from megatron.core.dist_checkpointing.moe.resharding.record_server import RecordServer, RemoteRecords
+from megatron.core.dist_checkpointing.moe.resharding.survivors import SurvivingMemory
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types.layout import Field
 

@@ -11,7 +11,7 @@ from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.snapshot.workers import Persister, PersistTask
+from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister, PersistTask
 
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.tracking import Status
-from megatron.core.dist_checkpointing.moe.snapshot.background import BackgroundWork
+from megatron.core.dist_checkpointing.moe.snapshot.persister import PersistTask
 from megatron.core.dist_checkpointing.moe.snapshot.tracker import SnapshotTracker
-from megatron.core.dist_checkpointing.moe.snapshot.workers import PersistTask, SnapshotTask
+from megatron.core.dist_checkpointing.moe.snapshot.workers import BackgroundWork, SnapshotTask
 from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughput
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import Timetable, timetable

@@ -65,6 +65,16 @@ def test_output_with_a_reader_is_as_it_was() -> None:
     assert ended.stderr.startswith("INFO") or not ended.stderr
 
 
+@pytest.mark.parametrize(("program", "code"), [("lambda: 75", 75), ("lambda: 1 / 0", 1)])
+@pytest.mark.parametrize("redirected", ["", " >&-"])
+def test_a_launcher_ends_with_its_code_whatever_destructors_do(program: str, code: int, redirected: str) -> None:
+    ends = "import atexit, os; atexit.register(os.abort); from megatron.pretrain.exit_noise import end_with"
+    line = f"{sys.executable} -c '{ends}; print(1); end_with({program})'{redirected}"
+    ended = subprocess.run(["bash", "-c", line], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert ended.returncode == code
+    assert ended.stderr.count("ZeroDivisionError") == (code == 1) and ended.stdout == ("" if redirected else "1\n")
+
+
 def test_ranks_and_standbys_are_known_by_what_launchers_give_them() -> None:
     assert DESCRIPTOR in OF_LAUNCHERS
 

@@ -17,7 +17,17 @@ from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, FileSum, damaged, shares
 from moe_ckpt.dense.merged import open_merged
-from moe_ckpt.dense.names import COMMON, FORMAT, INDEX, INFORMING_BYTES, ITERATION, RELEASE, TRACKER, read_beside
+from moe_ckpt.dense.names import (
+    COMMON,
+    FORMAT,
+    INDEX,
+    INFORMING_BYTES,
+    ITERATION,
+    RELEASE,
+    TRACKER,
+    iteration_of,
+    read_beside,
+)
 
 from ..errors import UnreadableCheckpoint, UsageError
 from ..storage.manifest import is_keyed
@@ -214,10 +224,8 @@ def _transient(args: Any, root: Path | None) -> _Loadable | None:
     if getattr(args, "non_persistent_ckpt_type", None) != "global":
         return None
     folder = args.non_persistent_global_ckpt_dir or (None if root is None else root / "non_persistent")
-    text = None if folder is None else _tracker(Path(folder))
-    if folder is None or text is None or not text.isdecimal() or len(text) > 18:
-        return None
-    return _Loadable(Path(folder), f"iter_{int(text):07d}")
+    iteration = None if folder is None else iteration_of(_tracker(Path(folder)) or "")
+    return None if folder is None or iteration is None else _Loadable(Path(folder), f"iter_{iteration:07d}")
 
 
 def _iteration(name: str) -> int:
@@ -233,8 +241,8 @@ def one_iteration(args: Any) -> str:
     Megatron-LM looks for a tracker there, finds none, and begins again. Raises UsageError for a folder that holds
     something else than its checkpoints.
     """
-    given, here = args.load, Path(args.load or "").absolute()
-    if given is None or "://" in given or (here / TRACKER).exists() or not here.is_dir():
+    given, here = args.load, Path(args.load).absolute()
+    if "://" in given or (here / TRACKER).exists() or not here.is_dir():
         return ""
     if ITERATION.fullmatch(here.name) and any((here / name).exists() for name in (INDEX, FORMAT, COMMON)):
         args.load, args.ckpt_step = str(here.parent), int(here.name.removeprefix("iter_"))

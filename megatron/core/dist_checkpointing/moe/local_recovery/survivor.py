@@ -37,11 +37,11 @@ from ..policy.rollback import tensor_shape
 from ..ports import RANDOM, Capturer, Clock, Json, SnapshotId, StoreFailure, TrainerState, Transport
 from ..recovery.recovery import RollForward
 from ..recovery.sources import KeptState
-from ..snapshot.background import ThreadExecutor
 from ..snapshot.copy_engines import ThreadEngine
 from ..snapshot.memory_limit import taken_bytes
 from ..snapshot.page_locks import PageLocks
 from ..snapshot.stream_engine import StreamEngine
+from ..snapshot.workers import ThreadExecutor
 from ..storage.manifest import HURRIED_THREADS, checksum_bytes_per_s
 from ..storage.memory import MemoryStore
 from ..types import PARKED, StepJournal, Topology

@@ -7,7 +7,7 @@ All ranks run the same steps, each a collective, so that all decide the same fro
    (`strategy.recover`, pure), and knows of it what itself takes from where. Attempts of the job left copies of
    different pasts ("timelines"); the newest past that suffices is taken, and copies of two are never mixed.
 2. `carry_out`: some rank reads what only it knows and tells all (`gather_metadata`); snapshots that others need
-   travel to them, verified by checksum (`restoring.SnapshotFetcher`); the live state is filled with NaN, then restored.
+   travel to them, verified by checksum (`fetching.SnapshotFetcher`); the live state is filled with NaN, then restored.
 3. A copy may prove damaged on any rank. All gather what they refused, and plan again without it, up to the end of what
    was found. If nothing new was refused the same plan would come again: then a local recovery is given up for a global
    one, whose plan needs other copies; if it is global already, that is an error.

@@ -1,22 +1,20 @@
 """One try to carry a recovery plan out on one rank: its snapshots fetched, held open, restored, and replayed from.
 
-Whoever found a snapshot that another rank needs is asked for it (`sources.requested`), and sends its manifest and
-bytes; that rank receives them, verifies every checksum, and refuses what is damaged. What lies in storage, or in the
-rank's own memory, is opened in place and does not travel.
+What another rank found travels first (`fetching`). What lies in storage, or in the rank's own memory, is opened in
+place.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
+from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
 from ..policy.lineage import Lineage
 from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (
@@ -25,20 +23,15 @@ from ..ports import (
     Json,
     MappedReader,
     MappedStore,
-    NoRoom,
-    PeerLost,
     Reader,
     Restorer,
     SnapshotId,
     Store,
-    StoreFailure,
     TrainerState,
     Transport,
 )
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
-from ..replication.receiver import StoreReplica
 from ..storage.base import HostBuffer
-from ..storage.manifest import decode, encode
 from ..strategies import Job
 from ..types import (
     GRADIENTS,
@@ -53,6 +46,7 @@ from ..types import (
 )
 from ..types.operators import scaled
 from .exactness import DivergenceNotes
+from .fetching import SnapshotFetcher
 from .inventory import CopyLocation
 from .sources import (
     GatheredMetadata,
@@ -61,18 +55,11 @@ from .sources import (
     RefusedCopies,
     SnapshotRequest,
     StepOutcome,
-    Travels,
     requested,
 )
 from .timeline import Milestone, Timestamps
 
 log = logging.getLogger(__name__)
-
-_SIZES = struct.Struct("<qq")
-_MOST_BYTES = 1 << 40
-
-Landing = StoreReplica | HostBuffer
-"""Where a snapshot that travels arrives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,97 +123,6 @@ class RecoveryPorts:
         return store
 
 
-@dataclass(frozen=True)
-class SnapshotFetcher:
-    """How snapshots travel from the memory of one rank to that of another."""
-
-    ports: RecoveryPorts
-
-    def carry(self, travels: Iterable[Travels]) -> tuple[dict[CopyLocation, Reader], dict[CopyLocation, str]]:
-        """Send and receive, in this order.
-
-        Returns readers of what arrived here, verified, and the reasons for what did not. Raises PeerLost.
-        """
-        arrived: dict[CopyLocation, Reader] = {}
-        refused: dict[CopyLocation, str] = {}
-        for step in travels:
-            if (need := step.need) is None:
-                self._send(step.to, step.snapshot)
-                continue
-            try:
-                arrived[need.found.place] = self._receive(need)
-            except (UnreadableCheckpoint, StoreFailure) as error:
-                refused[need.found.place] = str(error)
-        return arrived, refused
-
-    def _send(self, to: int, snapshot: SnapshotId) -> None:
-        try:
-            reader = self.ports.open_in_memory(snapshot)
-        except (UnreadableCheckpoint, StoreFailure):
-            self.ports.transport.send(to, _SIZES.pack(-1, 0)).wait()
-            return
-        with reader:
-            manifest, raw = encode(reader.manifest), reader.raw()
-            messages = (_SIZES.pack(len(manifest), len(raw)), manifest, raw)
-            for transfer in [self.ports.transport.send(to, message) for message in messages]:
-                transfer.wait()
-
-    def _receive(self, need: SnapshotRequest) -> Reader:
-        transport, source = self.ports.transport, need.found.finder
-        sizes = bytearray(_SIZES.size)
-        transport.receive(source, memoryview(sizes)).wait()
-        manifest_bytes, raw_bytes = _SIZES.unpack(sizes)
-        if manifest_bytes < 0:
-            raise UnreadableCheckpoint(f"rank {source} could not open the {need.found.snapshot}")
-        manifest = _memory(manifest_bytes, source)
-        transport.receive(source, memoryview(manifest)).wait()
-        landing, problem = self._landing(source, bytes(manifest), raw_bytes)
-        try:
-            transport.receive(source, landing.buffer if landing else memoryview(_memory(raw_bytes, source))).wait()
-            if landing is None:
-                raise UnreadableCheckpoint(problem)
-            landing.seal()
-        except MoECheckpointError:
-            if landing is not None:
-                landing.abandon()
-            raise
-        return landing.reader()
-
-    def _landing(self, source: int, manifest: bytes, raw_bytes: int) -> tuple[Landing | None, str]:
-        """A place for what comes; without one the bytes are still taken off the wire."""
-        try:
-            landing = self._land(source, manifest)
-        except (UnreadableCheckpoint, StoreFailure) as error:
-            return None, str(error)
-        if len(landing.buffer) != raw_bytes:
-            landing.abandon()
-            return None, f"rank {source} sends {raw_bytes} bytes, but its manifest has {len(landing.buffer)}"
-        return landing, ""
-
-    def _land(self, source: int, manifest: bytes) -> Landing:
-        """State lands in the store where it belongs, or in host memory where that has no room; what only this recovery
-        needs in host memory. Raises UnreadableCheckpoint, StoreFailure."""
-        wanted = decode(manifest, f"manifest from rank {source}")
-        if wanted.snapshot.kind in (LOG, GRADIENTS):
-            return HostBuffer(source, wanted)
-        store = self.ports.store_of(wanted.snapshot)
-        store.free(wanted.snapshot)  # a copy that is here already has proved damaged, or it would not be fetched
-        try:
-            return StoreReplica(store, store.reserve(wanted.snapshot, wanted.layout), wanted)
-        except (NoRoom, UsageError):  # segments are too small until the strategy knows how large its snapshots are
-            return HostBuffer(source, wanted)
-
-
-def _memory(nbytes: int, source: int) -> bytearray:
-    """Raises PeerLost for a size that cannot be meant: whatever comes next on this connection is not understood."""
-    try:
-        if nbytes > _MOST_BYTES:
-            raise OverflowError
-        return bytearray(nbytes)
-    except (MemoryError, ValueError, OverflowError) as error:
-        raise PeerLost(f"rank {source} announced {nbytes} bytes, which cannot be: the connection is bad") from error
-
-
 class _MeasuredReads:
     """Reads of records, verified as they are: how many bytes, and how long they took."""
 
@@ -266,11 +162,11 @@ class RestoreTask:
         resumed: KeptReplay | None = None,
     ) -> None:
         self._ports, self._plan, self._topology, self._resumed = ports, plan, topology, resumed
-        self._rank = ports.transport.rank
+        self._rank, self._open = ports.transport.rank, ExitStack()
         self._base = base_for(plan, self._rank, topology)
-        self._open = ExitStack()
         self._held: list[tuple[SnapshotRequest, Reader]] = []
-        self._arrived, self._refused = SnapshotFetcher(ports).carry(requested(phases, ports.transport))
+        go = requested(phases, ports.transport)
+        self._arrived, self._refused = SnapshotFetcher(ports.transport, ports.store_of).carry(go) if go else ({}, {})
         for reader in self._arrived.values():
             if reader not in self.late:
                 self._open.enter_context(reader)

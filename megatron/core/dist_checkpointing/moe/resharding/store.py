@@ -11,14 +11,12 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Protocol
 
-from ..errors import StoreFailure, UnreadableCheckpoint, UsageError, format_error
+from ..errors import UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
-from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Transport, Writer
-from ..storage.filesystem import FilesystemStore
-from ..storage.memory import MemoryStore
+from ..ports import Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
 from .generation import (
     Assembly,
     Generation,
@@ -29,7 +27,6 @@ from .generation import (
     generations,
     snapshots_of,
 )
-from .survivors import SurvivingMemory
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +113,16 @@ type Piece = tuple[int, str]
 """Iteration and kind: what all ranks of a layout store under the same name."""
 
 
+class ReadableMemory(Protocol):
+    """What another layout left in memory: `survivors.SurvivingMemory`."""
+
+    def snapshots(self) -> Listing:
+        """As `ports.Store.snapshots`, of all ranks."""
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """As `ports.Store.open`."""
+
+
 class ReshardingStore:
     """A `ports.Store` over another one.
 
@@ -142,14 +149,14 @@ class ReshardingStore:
         replays: bool = False,
     ) -> None:
         self._store, self._make_live, self._layout, self._rank = store, live, dict(layout), rank
-        self._memory: SurvivingMemory | None = None
+        self._memory: ReadableMemory | None = None
         self._inexact, self._replays = inexact, replays
         self._live: LiveLayout | None = None
         self._foreign: dict[Piece, Generation] | None = None
         self._assembled: dict[Piece, Assembly | UnreadableCheckpoint] = {}
         self._told: set[int] = set()
 
-    def use_memory(self, memory: SurvivingMemory | None) -> None:
+    def use_memory(self, memory: ReadableMemory | None) -> None:
         """From here on show also what another layout left in memory, or, with None, only what is stored."""
         self._memory, self._foreign, self._assembled = memory, None, {}
 
@@ -239,7 +246,7 @@ class ReshardingStore:
         if self._foreign is None:
             manifests: dict[Piece, list[Manifest]] = {}
             # What is in memory comes last: of two copies it is the one that is read.
-            places: list[tuple[Store | SurvivingMemory, Listing]] = [(self._store, listed or self._store.snapshots())]
+            places: list[tuple[Store | ReadableMemory, Listing]] = [(self._store, listed or self._store.snapshots())]
             if self._memory is not None:
                 places.append((self._memory, self._memory.snapshots()))
             for place, there in places:
@@ -331,120 +338,3 @@ class NoStorage:
 
     def close(self) -> None:
         """As `ports.Store.close`."""
-
-
-# What this job left in memory in another parallel layout: read while training comes back, freed once it is protected.
-#
-# A job that lost nodes for good, or got some back, has other ranks than before. Its recovery then finds in `storage`
-# what the older layout left in memory, beside what lies in persistent storage, as snapshots of the new ranks
-# (`resharding`). None of it is freed before a snapshot of the new layout is protected: until then a second fault
-# finds it again.
-
-
-class PreviousLayout:
-    """Of one rank; making it is a collective over all of them.
-
-    Args:
-        job: The job's id.
-        node: The name of this rank's.
-        memory: The slot of this process.
-        persistent: Storage that shows other layouts; None where the job has none.
-        without_storage: Makes such a one of `NoStorage`.
-        facts: The layout of this job, as manifests have it.
-        transport: For what all ranks tell each other.
-        address: Of this rank, for those of other nodes.
-        waits_s: How long a record of another node may take.
-    """
-
-    def __init__(
-        self,
-        job: str,
-        node: str,
-        memory: MemoryStore,
-        persistent: ReshardingStore | None,
-        without_storage: Callable[[], ReshardingStore],
-        facts: Mapping[str, Json],
-        transport: Transport,
-        address: str,
-        waits_s: float,
-    ) -> None:
-        def is_older(manifest: Manifest) -> bool:
-            return manifest.facts.job == job and dict(manifest.facts.topology) != dict(facts)
-
-        self._memory, self._target = memory, 0
-        self._surviving = SurvivingMemory(memory, memory.directory, node, is_older, transport, address, waits_s)
-        # Taken once: what comes to this slot from here on is of this job's layout.
-        self._own = frozenset(row.snapshot for row in self._surviving.own)
-        self._storage = persistent
-        if self._surviving.is_empty:  # the same on all ranks
-            return
-        if self._storage is None:
-            self._storage = without_storage()
-        self._storage.use_memory(self._surviving)
-
-    @property
-    def window(self) -> PreviousWindow | None:
-        """As `ReshardingStore.previous_window`."""
-        return self._storage.previous_window() if self._storage is not None else None
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy what other layouts left to a folder, as `ReshardingStore.copy_previous`. Raises StoreFailure."""
-        if self._storage is not None:
-            self._storage.copy_previous(FilesystemStore(folder, 0))
-
-    @property
-    def storage(self) -> Store | None:
-        """Where a recovery finds what the older layout left; None where there is nothing, and no storage."""
-        return self._storage
-
-    @property
-    def unusable(self) -> str:
-        """Why nothing of the older layout suffices, where a recovery found that; empty if there is nothing of it."""
-        listed = sorted({snapshot.iteration for snapshot in self._surviving.snapshots().sealed})
-        if not listed:
-            return ""
-        return (
-            f"{self._surviving} has shares of iteration {', '.join(map(str, listed))} in another layout, but not the"
-            " others, which are nowhere: nodes are gone that had no replicas elsewhere"
-        )
-
-    def timelines(self) -> Collection[Lineage]:
-        """Of what other layouts left."""
-        return self._storage.timelines if self._storage is not None else ()
-
-    def is_spared(self, snapshot: SnapshotId) -> bool:
-        """Whether what lies in this rank's slot under this name is of the older layout, and still needed."""
-        return snapshot in self._own
-
-    def restored(self, target: int) -> None:
-        """All ranks have restored the state after iteration `target`: nothing is read any more, and what is newer than
-        that, which did not suffice, is freed."""
-        # All have restored, so no other rank asks this one for records any more.
-        self.close()
-        self._target = target
-        self._free(frozenset(snapshot for snapshot in self._own if snapshot.iteration > target))
-
-    def protected(self, iteration: int | None) -> None:
-        """The newest iteration that is protected in the layout of now: nobody comes back to an older one's."""
-        if self._own and iteration is not None and iteration > self._target:
-            self._free(self._own)
-
-    def discard(self) -> None:
-        """Training begins from another state."""
-        self.close()
-        self._free(self._own)
-
-    def close(self) -> None:
-        """Read nothing any more; what is there stays."""
-        if not self._surviving.is_empty and self._storage is not None:
-            self._storage.use_memory(None)
-        self._surviving.close()
-
-    def _free(self, gone: frozenset[SnapshotId]) -> None:
-        # Also what cannot be freed counts as gone: it is not tried again.
-        self._own -= gone
-        try:
-            for snapshot in gone:
-                self._memory.free(snapshot)
-        except StoreFailure as error:
-            log.error("cannot free memory of the previous layout: %s", error)

@@ -2,43 +2,29 @@
 
 A job that lost nodes, or got some back, continues in another layout. Its memory then has what the older one made:
 shares of survivors, and replicas of the shares of lost ones. Ranks of one node read each other's memory in place, those
-of other nodes ask for records (`RecordServer`). A copy that proves damaged is passed by while another is left.
+of other nodes ask for records (`record_server`). A copy that proves damaged is passed by while another is left.
+
+A recovery finds it next to persistent storage, as snapshots of the new ranks (`store`). None of it is freed before a
+snapshot of the new layout is protected (`PreviousLayout`): until then a second fault finds it again.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.lineage import Lineage, newest_first
-from ..ports import (
-    Json,
-    Listing,
-    Manifest,
-    MappedReader,
-    MappedStore,
-    PeerLost,
-    Reader,
-    SnapshotId,
-    StoreFailure,
-    Transport,
-)
-from ..replication.connections import keep_alive, receive_over, send_over
-from ..replication.interface import BACKLOG, Greeting
-from ..storage.base import SnapshotReader
-from ..storage.manifest import decode, encode
+from ..ports import Json, Listing, Manifest, MappedStore, Reader, SnapshotId, Store, StoreFailure, Transport
+from ..storage.filesystem import FilesystemStore
+from ..storage.memory import MemoryStore
 from ..storage.slot_reader import SlotReader
 from ..types.layout import Record
+from .record_server import RecordServer, RemoteRecords
+from .store import PreviousWindow, ReshardingStore
 
 log = logging.getLogger(__name__)
 
@@ -227,161 +213,110 @@ def _holders(slots: Sequence[_Slot], reader: int) -> Mapping[SnapshotId, tuple[i
     return {snapshot: tuple(sorted(pasts[newest(snapshot, pasts)], key=nearest)) for snapshot, pasts in found.items()}
 
 
-# Records of one rank's memory for the ranks of other nodes that ask for them, one at a time.
-#
-#     connect    16 bytes: the server's secret, which all ranks of the job were told     ask        size as <I, then
-# JSON: the snapshot, and a record's key, or null for the manifest     answer     size as <q, then so many bytes; a
-# negative size is that of a reason why there are none
-#
-# Nothing is verified here: whoever asked has the manifest, and verifies what arrives.
-
-_SECRET_BYTES = 16
-_ASKED, _ANSWERED = struct.Struct("<I"), struct.Struct("<q")
-_LONGEST_QUESTION = 1 << 16
-_LONGEST_ANSWER = 1 << 40
-
-Open = Callable[[SnapshotId], MappedReader]
-
-
-class RecordServer:
-    """Serves what `open_` opens, on threads of its own, until `close`.
+class PreviousLayout:
+    """Of one rank; making it is a collective over all of them.
 
     Args:
-        open_: Opens a snapshot; called on these threads.
-        address: Of this rank, on which it listens.
-        timeout_s: How long nothing may arrive from whoever is connected.
-
-    Attributes:
-        place: What `RemoteRecords` needs to reach it.
+        job: The job's id.
+        node: The name of this rank's.
+        memory: The slot of this process.
+        persistent: Storage that shows other layouts; None where the job has none.
+        without_storage: Makes such a one of `NoStorage`.
+        facts: The layout of this job, as manifests have it.
+        transport: For what all ranks tell each other.
+        address: Of this rank, for those of other nodes.
+        waits_s: How long a record of another node may take.
     """
 
-    def __init__(self, open_: Open, address: str, timeout_s: float) -> None:
-        self._open, self._timeout_s, self._secret = open_, timeout_s, secrets.token_bytes(_SECRET_BYTES)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
-        self.place = f"{address} {self._listener.getsockname()[1]} {self._secret.hex()}"
-        greeting = Greeting("records of older layouts", self._listener, _SECRET_BYTES, self._is_known, self._arrive)
-        threading.Thread(target=greeting.run, name="moe-ckpt-records", daemon=True).start()
+    def __init__(
+        self,
+        job: str,
+        node: str,
+        memory: MemoryStore,
+        persistent: ReshardingStore | None,
+        without_storage: Callable[[], ReshardingStore],
+        facts: Mapping[str, Json],
+        transport: Transport,
+        address: str,
+        waits_s: float,
+    ) -> None:
+        def is_older(manifest: Manifest) -> bool:
+            return manifest.facts.job == job and dict(manifest.facts.topology) != dict(facts)
 
-    def close(self) -> None:
-        """Take no connections any more; those that are there end with whoever asks."""
-        with suppress(OSError):  # it wakes the thread that waits
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _is_known(self, hello: bytes) -> bool:
-        return secrets.compare_digest(hello, self._secret)
-
-    def _arrive(self, connection: socket.socket, _hello: bytes) -> None:
-        threading.Thread(target=self._serve, args=(connection,), name="moe-ckpt-record", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        # Whoever asked has gone: it has learned so from its end of the connection.
-        with connection, suppress(OSError, ValueError):
-            connection.settimeout(self._timeout_s)
-            _answer_all(connection, self._open)
-
-
-class RemoteRecords:
-    """The connection to the `RecordServer` of rank `rank`. Raises PeerLost."""
-
-    def __init__(self, rank: int, place: str, timeout_s: float) -> None:
-        self._rank, self._timeout_s = rank, timeout_s
-        address, port, secret = place.split()
-        with _reaching(rank, timeout_s):
-            self._connection = socket.create_connection((address, int(port)), timeout=timeout_s)
-            keep_alive(self._connection)
-            self._connection.sendall(bytes.fromhex(secret))
-
-    def open(self, snapshot: SnapshotId) -> RemoteReader:
-        """A reader of a snapshot that lies there. Raises UnreadableCheckpoint, PeerLost."""
-        content = self.ask(snapshot, None)
-        return RemoteReader(decode(bytes(content), f"manifest of the {snapshot} from rank {self._rank}"), self)
-
-    def ask(self, snapshot: SnapshotId, key: str | None) -> memoryview:
-        """The bytes of a record, or the manifest; not verified.
-
-        Args:
-            snapshot: Which lies there.
-            key: Of the record; None asks for the manifest.
-
-        Raises:
-            UnreadableCheckpoint: The other rank cannot read it.
-            PeerLost: That rank is gone, or does not answer.
-        """
-        question = json.dumps([snapshot.iteration, snapshot.rank, snapshot.kind, key]).encode()
-        with _reaching(self._rank, self._timeout_s):
-            self._connection.sendall(_ASKED.pack(len(question)) + question)
-            (size,) = _ANSWERED.unpack(_received(self._connection, _ANSWERED.size))
-            if abs(size) > _LONGEST_ANSWER:
-                raise ConnectionError(f"it announced {size} bytes")
-            answer = _received(self._connection, abs(size))
-        if size < 0:
-            raise UnreadableCheckpoint(f"rank {self._rank}: {bytes(answer).decode(errors='replace')}")
-        return answer
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._connection.close()
+        self._memory, self._target = memory, 0
+        self._surviving = SurvivingMemory(memory, memory.directory, node, is_older, transport, address, waits_s)
+        # Taken once: what comes to this slot from here on is of this job's layout.
+        self._own = frozenset(row.snapshot for row in self._surviving.own)
+        self._storage = persistent
+        if self._surviving.is_empty:  # the same on all ranks
+            return
+        if self._storage is None:
+            self._storage = without_storage()
+        self._storage.use_memory(self._surviving)
 
     @property
-    def where(self) -> str:
-        """For people."""
-        return f"memory of rank {self._rank}"
+    def window(self) -> PreviousWindow | None:
+        """As `ReshardingStore.previous_window`."""
+        return self._storage.previous_window() if self._storage is not None else None
 
+    def copy_to(self, folder: Path) -> None:
+        """Copy what other layouts left to a folder, as `ReshardingStore.copy_previous`. Raises StoreFailure."""
+        if self._storage is not None:
+            self._storage.copy_previous(FilesystemStore(folder, 0))
 
-class RemoteReader(SnapshotReader):
-    """A snapshot in the memory of another node: each read brings one record, and verifies it."""
+    @property
+    def storage(self) -> Store | None:
+        """Where a recovery finds what the older layout left; None where there is nothing, and no storage."""
+        return self._storage
 
-    def __init__(self, manifest: Manifest, records: RemoteRecords) -> None:
-        super().__init__(manifest, records.where)
-        self._records = records
+    @property
+    def unusable(self) -> str:
+        """Why nothing of the older layout suffices, where a recovery found that; empty if there is nothing of it."""
+        listed = sorted({snapshot.iteration for snapshot in self._surviving.snapshots().sealed})
+        if not listed:
+            return ""
+        return (
+            f"{self._surviving} has shares of iteration {', '.join(map(str, listed))} in another layout, but not the"
+            " others, which are nowhere: nodes are gone that had no replicas elsewhere"
+        )
 
-    def _bytes(self, record: Record) -> memoryview:
-        return self._records.ask(self.manifest.snapshot, record.key)
+    def timelines(self) -> Collection[Lineage]:
+        """Of what other layouts left."""
+        return self._storage.timelines if self._storage is not None else ()
 
-    def _let_go(self) -> None:
-        """The connection serves other readers too."""
+    def is_spared(self, snapshot: SnapshotId) -> bool:
+        """Whether what lies in this rank's slot under this name is of the older layout, and still needed."""
+        return snapshot in self._own
 
+    def restored(self, target: int) -> None:
+        """All ranks have restored the state after iteration `target`: nothing is read any more, and what is newer than
+        that, which did not suffice, is freed."""
+        # All have restored, so no other rank asks this one for records any more.
+        self.close()
+        self._target = target
+        self._free(frozenset(snapshot for snapshot in self._own if snapshot.iteration > target))
 
-def _answer_all(connection: socket.socket, open_: Open) -> None:
-    readers: dict[SnapshotId, MappedReader] = {}
-    with ExitStack() as held:
-        while True:
-            (size,) = _ASKED.unpack(_received(connection, _ASKED.size))
-            if size > _LONGEST_QUESTION:
-                return
-            iteration, rank, kind, key = json.loads(bytes(_received(connection, size)))
-            snapshot = SnapshotId(iteration, rank, kind)
-            try:
-                if snapshot not in readers:
-                    readers[snapshot] = held.enter_context(open_(snapshot))
-                answer, sign = _record(readers[snapshot], key), 1
-            except (MoECheckpointError, KeyError) as error:
-                answer, sign = memoryview(str(error).encode()), -1
-            connection.sendall(_ANSWERED.pack(sign * len(answer)))
-            send_over(connection, answer, lambda: None)
+    def protected(self, iteration: int | None) -> None:
+        """The newest iteration that is protected in the layout of now: nobody comes back to an older one's."""
+        if self._own and iteration is not None and iteration > self._target:
+            self._free(self._own)
 
+    def discard(self) -> None:
+        """Training begins from another state."""
+        self.close()
+        self._free(self._own)
 
-def _record(reader: MappedReader, key: str | None) -> memoryview:
-    if key is None:
-        return memoryview(encode(reader.manifest))
-    record = reader.manifest.by_key[key]
-    return reader.raw()[record.offset : record.offset + record.nbytes]
+    def close(self) -> None:
+        """Read nothing any more; what is there stays."""
+        if not self._surviving.is_empty and self._storage is not None:
+            self._storage.use_memory(None)
+        self._surviving.close()
 
-
-def _received(connection: socket.socket, nbytes: int) -> memoryview:
-    """Raises OSError."""
-    data = memoryview(bytearray(nbytes))
-    receive_over(connection, data, lambda: None)
-    return data
-
-
-@contextmanager
-def _reaching(rank: int, timeout_s: float) -> Iterator[None]:
-    """A block in which the connection to a rank may fail. Raises PeerLost."""
-    try:
-        yield
-    except OSError as error:
-        why = f"nothing came for {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-        raise PeerLost(f"the memory of rank {rank}, which has an older layout, cannot be read: {why}") from error
+    def _free(self, gone: frozenset[SnapshotId]) -> None:
+        # Also what cannot be freed counts as gone: it is not tried again.
+        self._own -= gone
+        try:
+            for snapshot in gone:
+                self._memory.free(snapshot)
+        except StoreFailure as error:
+            log.error("cannot free memory of the previous layout: %s", error)

@@ -39,12 +39,13 @@ from ..recovery.sources import KeptState, keep, take
 from ..recovery.timeline import Milestone, Timestamps, forget, gather_timeline, left_in
 from ..replication.agreement import merged, of_first, raise_on_all_ranks
 from ..replication.replicator import Replicator
-from ..resharding.store import NoStorage, PreviousLayout
-from ..snapshot.background import ThreadExecutor
+from ..resharding.store import NoStorage
+from ..resharding.survivors import PreviousLayout
 from ..snapshot.coordinator import Coordinator, Ports, ProtectionReport
 from ..snapshot.iteration_message import CudaStopwatch
 from ..snapshot.memory_limit import gathered_sizes, gathered_unchanging
-from ..snapshot.workers import Persister, ReplicationWorker
+from ..snapshot.persister import Persister
+from ..snapshot.workers import ReplicationWorker, ThreadExecutor
 from ..strategies import GATE_UNIT, STRATEGIES, Job, Piece, Strategy
 from ..types import StepJournal
 from ..versions import check_versions, found_versions

@@ -27,7 +27,8 @@ from ..recovery.recovery import Recovery, RecoveryOutcome, Waiting
 from ..recovery.sources import KeptReplay
 from ..replay.densify import Replay
 from ..replication.agreement import of_first
-from ..resharding.store import PreviousLayout, PreviousWindow
+from ..resharding.store import PreviousWindow
+from ..resharding.survivors import PreviousLayout
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState

@@ -36,12 +36,12 @@ from ..ports import (
 from ..strategies import BufferSpec, Costs, Job, LossReport, Piece, Strategy, Throughput
 from ..strategies.memory_report import CopyRate, MemoryReport
 from ..types import SnapshotPlan, StepJournal, WaitReport
-from .background import BackgroundWork
 from .copy_engines import Throttle
 from .iteration_message import HostStopwatch, IterationMessage, MessageExchange, PassTimes
 from .memory_limit import BufferAllocator, MemoryBound, memory_report_of
+from .persister import Persister
 from .tracker import SnapshotTracker
-from .workers import Persister, ReplicationWorker, SnapshotTask
+from .workers import BackgroundWork, ReplicationWorker, SnapshotTask
 
 log = logging.getLogger(__name__)
 

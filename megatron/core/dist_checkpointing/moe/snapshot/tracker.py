@@ -47,8 +47,8 @@ from ..policy.tracking import (
 from ..ports import StoreFailure, Task
 from ..strategies import Job, Piece, Strategy
 from ..types import Level, SnapshotPlan
-from .background import BackgroundWork
-from .workers import Persister, PersistTask, ReplicationWorker, SnapshotTask
+from .persister import Persister, PersistTask
+from .workers import BackgroundWork, ReplicationWorker, SnapshotTask
 
 log = logging.getLogger(__name__)
 

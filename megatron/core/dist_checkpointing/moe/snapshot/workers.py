@@ -1,30 +1,32 @@
-"""What is done with a snapshot beside training, once it is copied: seal, replicate, write to storage, free.
+"""What is done beside training with snapshots in memory, once they are copied: sealed, sent to peers, freed.
 
-`ReplicationWorker` and `Persister` run on threads of their own (`background.BackgroundWork`); the tracker tells them
+`ReplicationWorker` and `persister.Persister` run on threads of their own (`BackgroundWork`); the tracker tells them
 what to do, and reads how far they have come from their tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import logging
+import queue
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..errors import UnreadableCheckpoint, format_error
+from ..device import device_thread
+from ..errors import CheckpointFailure, MoECheckpointError, UnreadableCheckpoint, format_error
 from ..extensions import StepSender
 from ..policy.lineage import Identity
 from ..policy.tracking import Status
 from ..ports import (
     Clock,
+    Executor,
     Json,
-    Layout,
     MappedStore,
     MappedWriter,
     PeerLost,
-    Reader,
     RecordedStep,
     SnapshotId,
-    Store,
     StoreFailure,
     Task,
     Transport,
@@ -34,11 +36,154 @@ from ..replication.replicator import ReplicaOffer, Replicator
 from ..storage.manifest import encode
 from ..strategies import Piece
 from ..types import SnapshotPlan
-from ..types.operators import scaled
-from .persisting import CopyOrder, carry_out
 
-ATTEMPTS = 3
-FIRST_PAUSE_S = 1.0
+log = logging.getLogger(__name__)
+
+# The threads on which snapshots are worked on, and what is said when that fails.
+
+CLOSING_S = 60.0
+"""How long `shutdown` waits; the thread ends with the process at the latest."""
+
+
+class ThreadExecutor:
+    """One daemon thread that runs what is submitted, in order; as `ports.Executor`."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._closed = name, False
+        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = device_thread(self._run, f"moe-ckpt-{name}")
+        self._thread.start()
+
+    def submit[T](self, work: Callable[[], T], /) -> Future[T]:
+        """As `ports.Executor.submit`. Raises MoECheckpointError after `shutdown`."""
+        if self._closed:
+            raise MoECheckpointError(f"the lane {self._name} was shut down and takes no more work")
+        future: Future[T] = Future()
+        self._waiting.put((future, work))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As `ports.Executor.shutdown`."""
+        self._closed = True
+        if cancel_futures:
+            self._cancel_waiting()
+        # Behind all that was submitted before: what was not cancelled still runs, and then the thread ends.
+        self._waiting.put(None)
+        if wait:
+            self._thread.join(CLOSING_S)
+
+    @property
+    def has_ended(self) -> bool:
+        """As `ports.Executor.has_ended`."""
+        return not self._thread.is_alive()
+
+    def _cancel_waiting(self) -> None:
+        while True:
+            try:
+                item = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                item[0].cancel()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            future, work = item
+            # From here on the future cannot be cancelled: whoever waits for it waits for the work.
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                value = work()
+            except BaseException as error:  # it is raised where the result is asked for
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+            del item, future, work  # while it waits for the next, this thread keeps nothing alive
+
+
+class BackgroundWork:
+    """One thread that seals and replicates, one that writes to storage, one that exchanges messages.
+
+    Each does one thing after the other, in the order of submission.
+
+    Args:
+        lane: makes a thread of this name.
+        timeout_s: how long work that has to end is waited for.
+        strict: whether lost protection ends training.
+    """
+
+    def __init__(self, lane: Callable[[str], Executor], *, timeout_s: float, strict: bool) -> None:
+        # Three threads, so that neither slow storage nor a slow peer holds up the messages on which all ranks agree.
+        self._replication, self._persist, self.control = (lane(name) for name in ("replication", "persist", "control"))
+        self._timeout_s, self._strict = timeout_s, strict
+        self._running: list[Task[None]] = []
+
+    def replicate(self, work: Callable[[], None]) -> Task[None]:
+        """Submit work on snapshots in memory."""
+        return self._submitted(self._replication, work)
+
+    def persist(self, work: Callable[[], None]) -> Task[None]:
+        """Submit work on snapshots in storage."""
+        return self._submitted(self._persist, work)
+
+    def check(self) -> None:
+        """Let failures of what has ended reach training; what a store refuses only costs protection."""
+        running, self._running = self._running, []
+        ended: list[Task[None]] = []
+        # Sorted before any result is asked for: `_finish` may raise, and what still runs must stay known for `drain`.
+        for task in running:
+            (ended if task.done() else self._running).append(task)
+        self._finish(ended)
+
+    def drain(self) -> None:
+        """Wait for all that was submitted."""
+        tasks, self._running = self._running, []
+        self._finish(tasks)
+
+    def close(self, *, wait: bool) -> None:
+        """End the threads; what has not begun is dropped."""
+        for lane in (self._replication, self._persist, self.control):
+            lane.shutdown(wait, cancel_futures=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is worked on any more."""
+        return all(lane.has_ended for lane in (self._replication, self._persist, self.control))
+
+    def complain(self, what: str, failures: Sequence[str]) -> None:
+        """Say what protection was lost and why.
+
+        Args:
+            what: What was lost, as the beginning of a sentence.
+            failures: The reasons that this rank knows; empty where only other ranks know one.
+
+        Raises:
+            CheckpointFailure: With `--moe-ckpt-strict`, which ends training.
+        """
+        why = "; ".join(dict.fromkeys(failures)) or "the reason is in the log of another rank"
+        then = "training ends because of --moe-ckpt-strict" if self._strict else "training continues"
+        # A rank without a reason of its own leaves it to those that have one, and to rank 0, to speak.
+        log.log(logging.ERROR if failures else logging.WARNING, "%s: %s; %s", what, why, then)
+        if self._strict:
+            raise CheckpointFailure(f"{what}: {why}; {then}")
+
+    def _submitted(self, lane: Executor, work: Callable[[], None]) -> Task[None]:
+        task = lane.submit(work)
+        self._running.append(task)
+        return task
+
+    def _finish(self, tasks: Sequence[Task[None]]) -> None:
+        for task in tasks:
+            # What a store refuses, and work that is late, cost protection. Anything else is a defect, and raised.
+            try:
+                task.result(self._timeout_s)
+            except StoreFailure as error:
+                self.complain("a store refused", [str(error)])
+            except TimeoutError:
+                self.complain("background work does not end", [f"waited {self._timeout_s:g} s for it"])
+
+
+# The work on one snapshot.
 
 
 @dataclass
@@ -97,7 +242,6 @@ class ReplicationWorker:
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._receiver = ReplicaReceiver(store, clock, identity.job, transport.rank, steps.follow if steps else None)
         self._connected = True
         self._steps = steps
 
@@ -176,8 +320,9 @@ class ReplicationWorker:
             task.status = Status.UNDER_REPLICATED
 
     def _exchange(self, replicator: Replicator, task: SnapshotTask, offered: Sequence[Piece] | None) -> None:
-        readers, offers = [], None
-        rank = self._transport.rank
+        readers, offers, rank = [], None, self._transport.rank
+        follow = self._steps.follow if self._steps else None
+        receiver = ReplicaReceiver(self._store, self._clock, self._identity.job, rank, follow)
         try:
             if offered is not None:
                 readers = [self._store.open(SnapshotId(one.plan.iteration, rank, one.kind)) for one in offered]
@@ -189,14 +334,14 @@ class ReplicationWorker:
                     for reader, step in zip(readers, steps, strict=True)
                 ]
             begun_s, moved_s = self._clock.now_s(), replicator.moving_s
-            done = replicator.exchange(task.plan.iteration, offers, self._receiver)
+            done = replicator.exchange(task.plan.iteration, offers, receiver)
             task.exchange_s = self._clock.now_s() - begun_s
             if moved_s is not None and replicator.moving_s is not None:  # pauses say nothing of the network
                 task.exchange_s = replicator.moving_s - moved_s
         except UnreadableCheckpoint as error:
             task.failures.append(str(error))
             # Peers are in this round and wait for a header: one without pieces ends it for them.
-            done = replicator.exchange(task.plan.iteration, None, self._receiver)
+            done = replicator.exchange(task.plan.iteration, None, receiver)
         finally:
             # Readers pin their segments, which the next snapshots need.
             for reader in readers:
@@ -208,126 +353,3 @@ class ReplicationWorker:
         task.failures += done.failures
         if offers and task.status is Status.SEALED and all(done.acknowledged.values()):
             task.status = Status.PROTECTED
-
-
-@dataclass
-class PersistTask:
-    """What becomes persistent together, and how far this rank has come.
-
-    Args:
-        plans: of one snapshot, or of all of a window, oldest first.
-        pieces: of each plan.
-        held: the pieces in memory that have the records of each plan, the one with the trainer state first.
-    """
-
-    plans: tuple[SnapshotPlan, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    held: tuple[tuple[Piece, ...], ...]
-    status: Status = Status.PENDING
-    failures: list[str] = field(default_factory=list)
-    running: Task[None] | None = None
-    written_bytes: int = 0
-    begun_s: float = 0.0
-    duration_s: float = 0.0
-
-
-class Persister:
-    """Writes what one rank owns.
-
-    Args:
-        layout: gives the records of a piece on this rank, from the piece and its place among those of its plan.
-        varying: keys that are not in memory where a peer stored them in place of this rank.
-        announce: is told what is about to be written, and with nothing when that has come to an end: who outlives this
-            process can then finish it.
-    """
-
-    def __init__(
-        self,
-        memory: Store,
-        storage: Store,
-        rank: int,
-        identity: Identity,
-        layout: Callable[[Piece, int], Layout],
-        *,
-        clock: Clock,
-        varying: frozenset[str] = frozenset(),
-        announce: Callable[[Sequence[CopyOrder]], None] = lambda orders: None,
-    ) -> None:
-        self._varying, self._announce = varying, announce
-        self._memory, self._storage, self._rank = memory, storage, rank
-        self._identity, self._layout, self._clock = identity, layout, clock
-        self._is_stopped = False
-
-    def stop(self) -> None:
-        """Give up what is being written, and write no more; called from another thread, and not waited for here."""
-        # One thread sets it, another reads it before each record: a lock would add nothing.
-        self._is_stopped = True
-
-    def _check_stopped(self) -> None:
-        if self._is_stopped:
-            raise UnreadableCheckpoint("training begins again in this process: what was being persisted is given up")
-
-    def persist(self, task: PersistTask) -> None:
-        """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
-        pause_s, task.begun_s = FIRST_PAUSE_S, self._clock.now_s()
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                self._check_stopped()
-                self._write(task)
-                task.duration_s = self._clock.now_s() - task.begun_s
-                task.status = Status.PROTECTED
-                break
-            except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
-                task.failures.append(format_error(error))
-                # Only what storage refuses may pass by itself: a record that memory lacks is lacking again.
-                if attempt < ATTEMPTS and isinstance(error, StoreFailure):
-                    self._clock.sleep(pause_s)
-                    pause_s *= 4
-                else:
-                    task.status = Status.FAILED
-                    break
-        if not self._is_stopped:
-            self._announce(())
-
-    def free(self, iterations: Collection[int]) -> None:
-        """Remove this rank's snapshots of these iterations. Raises StoreFailure."""
-        for snapshot in self._storage.snapshots(self._rank).sealed:
-            if snapshot.iteration in iterations:
-                self._storage.free(snapshot)
-
-    def _write(self, task: PersistTask) -> None:
-        with ExitStack() as stack:
-            found = [
-                (order, sources)
-                for plan, pieces, held in zip(task.plans, task.pieces, task.held, strict=True)
-                for order, sources in self._orders(plan.iteration, pieces, held, stack)
-            ]
-            # Before the first record is written: a trainer that is killed in between leaves an order to be finished.
-            self._announce([order for order, _ in found])
-            for order, sources in found:
-                task.written_bytes += carry_out(order, sources, self._storage, self._check_stopped)
-
-    def behind(self, task: PersistTask) -> str:
-        """Who still writes this, and since when; any rank may be the one, and only that rank knows."""
-        if task.running is None or task.running.done():
-            return "by another rank"
-        since_s = self._clock.now_s() - task.begun_s if task.begun_s else 0.0
-        return f"by rank {self._rank}: for {since_s:.0f} s, {scaled(task.written_bytes)} are whole"
-
-    def _orders(
-        self, iteration: int, pieces: Sequence[Piece], held: Sequence[Piece], stack: ExitStack
-    ) -> Iterator[tuple[CopyOrder, list[Reader]]]:
-        """What is to be written of one snapshot, and the readers of its sources, which `stack` closes."""
-        sources = [
-            stack.enter_context(self._memory.open(SnapshotId(iteration, self._rank, piece.kind)))
-            for _, piece in self._identity.pieces(held)
-        ]
-        keys = {key for reader in sources for key in reader.manifest.by_key}
-        # The first piece last, as in memory.
-        for index, piece in reversed(self._identity.pieces(pieces)):
-            layout = self._layout(piece, index)
-            if not self._varying <= keys:
-                layout = Layout.of([one for one in layout.fields if one.key not in self._varying or one.key in keys])
-            scalars = dict(sources[0].manifest.facts.scalars) if index == 0 else {}
-            target = SnapshotId(iteration, self._rank, piece.kind)
-            yield CopyOrder.of(target, self._identity.facts(piece, scalars), layout, sources), sources

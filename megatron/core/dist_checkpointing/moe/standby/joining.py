@@ -34,7 +34,7 @@ class Joining:
         self._asked.touch()
 
     def forget(self) -> None:
-        """For agents: none wait any more."""
+        """For agents: none wait any more. Raises OSError."""
         for path in (self._asked, self._ready):
             path.unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.utils import unwrap_model
+from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
 
 from ..core_versions.training import replaced
 from ..dense_saves.choosing import has_chain, intact_checkpoint
@@ -22,10 +23,7 @@ from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
-from ..storage.small_files import INFORMING_BYTES, read_small
 from .seams import Call
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class StockSaves:
@@ -43,12 +41,16 @@ class StockSaves:
     """
 
     def __init__(self, args: Any, secret: str | None, *, protects: bool) -> None:
-        self._args, self._protects, self._saves = args, protects, DenseSaves(secret)
+        self._args, self._protects, self._secret = args, protects, secret
         self._is_raw = False
         self.device_states: Mapping[str, bytes] = {}
         self.recorded_args: Any = None
         self._loaded: Path | None = None
         self._experts: Any = None
+
+    @cached_property
+    def _saves(self) -> DenseSaves:
+        return DenseSaves(self._secret)  # for a loop that saves
 
     def protect(self, chunks: Any, *, loaded: bool) -> None:
         """Training continues here.
@@ -180,13 +182,13 @@ def newest_iteration(folder: str | None) -> int:
 
 def _iteration_in(folder: str) -> int:
     try:
-        text = read_small(Path(folder) / TRACKER, INFORMING_BYTES, through_links=True).decode(errors="replace").strip()
+        text = read_beside(Path(folder) / TRACKER, INFORMING_BYTES).decode(errors="replace").strip()
     except OSError:
         return -1
     if not text:  # its writer was killed
         return max(CheckpointDirectory(folder).iterations(), default=-1)
     # A released model, which training begins from; or what loading refuses, such as more digits than `int` takes.
-    return int(text) if text.isdecimal() and len(text) <= 18 else 0
+    return iteration_of(text) or 0
 
 
 # Checkpoints of the stock loop with state of few bits as it is, which Megatron-Core would save in fp32.

@@ -142,7 +142,7 @@ class Hooks:
 
     def _setup(self, call: Call) -> Any:
         args = self._args = self._loop.get_args()
-        if line := one_iteration(args):
+        if args.load is not None and (line := one_iteration(args)):
             self._say("%s", line)
         config = flags.read(args)
         if config.strategy == "none":
