@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -261,12 +261,22 @@ def schedule_of(
         first_iteration: The iteration of the first step.
         budget: Bytes that a snapshot may have without a stall.
     """
-    full = [sum(map(load.full.__getitem__, group)) for group in groups]
-    weights = [sum(map(load.weights.__getitem__, group)) for group in groups]
-    later = list(accumulate(reversed(weights), initial=0))[-2::-1]
     window = Window(first_iteration, tuple(tuple(map(ordered.__getitem__, group)) for group in groups))
-    loads = tuple(own + due for own, due in zip(full, later, strict=True))
+    loads = _loads_of(load, groups)
     return Schedule(window, loads, budget, _why(ordered, load, loads, budget))
+
+
+def _loads_of(load: Items, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Bytes of each step: what it anchors, and the weights of what is anchored later."""
+    full, weights, later, found = load.full, load.weights, 0, []
+    for group in reversed(groups):
+        own = 0
+        for index in group:
+            own += full[index]
+        found.append(own + later)
+        for index in group:
+            later += weights[index]
+    return tuple(reversed(found))
 
 
 def _why(ordered: Sequence[OperatorId], load: Items, loads: tuple[int, ...], budget: int) -> str:
@@ -322,30 +332,99 @@ def _partition(
     return partition(Items(full, weights, range(len(full))), budget_bytes, window, dict(pinned))
 
 
-@dataclass
 class _Lanes[AnyLane: tuple[int, ...]]:
-    """Operators and sizes per lane; lanes of the same shape share one partition."""
+    """Operators and sizes per lane; lanes of the same shape share one partition.
 
-    ordered: dict[AnyLane, tuple[OperatorId, ...]]
-    loads: dict[AnyLane, Items]
-    budget_bytes: int
+    Of thousands of lanes few decide: what a lane needs on its own is looked at only where it does not fit, and lanes
+    that share nothing with each other, as those of two stages, are scheduled apart, first those that did not fit last.
+    """
 
-    def groups(self, lane: AnyLane, window: int | None, pinned: Mapping[int, int]) -> Groups:
-        load = self.loads[lane]
-        pins = tuple(sorted(pinned.items()))
-        return _partition(tuple(load.full), tuple(load.weights), self.budget_bytes, window, pins)
+    def __init__(
+        self, ordered: dict[AnyLane, tuple[OperatorId, ...]], loads: dict[AnyLane, Items], budget: int
+    ) -> None:
+        self._ordered, self._loads, self._budget_bytes = ordered, loads, budget
+        by_bytes = sorted(ordered, key=lambda lane: (-sum(loads[lane].full), lane))
+        number = {operator: at for at, operator in enumerate(dict.fromkeys(chain.from_iterable(ordered.values())))}
+        # Numbers in place of operators, of which all are looked up once for each size that is tried.
+        self._numbers = {lane: tuple(map(number.__getitem__, ordered[lane])) for lane in by_bytes}
+        self._apart = self._sharing()
+        self._alone: dict[AnyLane, tuple[int, bool]] = {}
+        self._need(by_bytes[0])
 
-    def schedules(self, window: int, first_iteration: int) -> dict[AnyLane, Schedule]:
-        """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it."""
-        step_of: dict[OperatorId, int] = {}
-        scheduled = {}
-        for lane in sorted(self.ordered, key=lambda lane: (-sum(self.loads[lane].full), lane)):
-            ordered = self.ordered[lane]
-            pinned = {index: step_of[operator] for index, operator in enumerate(ordered) if operator in step_of}
-            groups = self.groups(lane, window, pinned)
-            step_of.update((ordered[index], step) for step, group in enumerate(groups) for index in group)
-            scheduled[lane] = schedule_of(ordered, self.loads[lane], groups, first_iteration, self.budget_bytes)
-        return {lane: scheduled[lane] for lane in sorted(scheduled)}
+    @property
+    def needed(self) -> int:
+        """The largest window of those that lanes need on their own, of lanes that were looked at."""
+        return max(size for size, _ in self._alone.values())
+
+    def needed_of_all(self) -> int:
+        """The same, of all lanes."""
+        return max(self._need(lane)[0] for lane in self._ordered)
+
+    def _sharing(self) -> list[list[AnyLane]]:
+        """Lanes that share operators, also through others, those with the most bytes first."""
+        parent = list(range(1 + max(chain.from_iterable(self._numbers.values()))))
+
+        def root(number: int) -> int:
+            while parent[number] != number:
+                parent[number] = number = parent[parent[number]]
+            return number
+
+        for first, *others in self._numbers.values():
+            for other in others:
+                parent[root(other)] = root(first)
+        found: dict[int, list[AnyLane]] = {}
+        for lane, numbers in self._numbers.items():
+            found.setdefault(root(numbers[0]), []).append(lane)
+        return list(found.values())
+
+    def _need(self, lane: AnyLane) -> tuple[int, bool]:
+        """The window of a lane alone, and whether it fits."""
+        if lane not in self._alone:
+            load = self._loads[lane]
+            groups = self._groups(load, None, {})
+            self._alone[lane] = len(groups), max(_loads_of(load, groups)) <= self._budget_bytes
+        return self._alone[lane]
+
+    def _groups(self, load: Items, window: int | None, pinned: Mapping[int, int]) -> Groups:
+        if window is not None and len(pinned) == len(load):
+            steps: list[list[int]] = [[] for _ in range(window)]
+            for index, step in pinned.items():
+                steps[step].append(index)
+            return tuple(map(tuple, steps))
+        return _partition(tuple(load.full), tuple(load.weights), self._budget_bytes, window, tuple(pinned.items()))
+
+    def schedules(self, window: int, first_iteration: int, *, must_fit: bool = False) -> dict[AnyLane, Schedule]:
+        """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it.
+
+        Empty where `must_fit`, and a lane does not that would fit alone, or needs a larger window.
+        """
+        found: dict[AnyLane, Groups] = {}
+        for at, lanes in enumerate(self._apart):
+            groups = self._together(lanes, window, must_fit)
+            if not groups:
+                # With the next size first these again, then those that were not looked at.
+                self._apart = self._apart[at:] + self._apart[:at]
+                return {}
+            found.update(groups)
+        return {
+            lane: schedule_of(self._ordered[lane], self._loads[lane], found[lane], first_iteration, self._budget_bytes)
+            for lane in sorted(found)
+        }
+
+    def _together(self, lanes: Sequence[AnyLane], window: int, must_fit: bool) -> dict[AnyLane, Groups]:
+        step_of: dict[int, int] = {}
+        found: dict[AnyLane, Groups] = {}
+        for lane in lanes:
+            numbers, load = self._numbers[lane], self._loads[lane]
+            pinned = {index: step_of[number] for index, number in enumerate(numbers) if number in step_of}
+            groups = found[lane] = self._groups(load, window, pinned)
+            if must_fit and max(_loads_of(load, groups)) > self._budget_bytes:
+                needed, could_fit = self._need(lane)
+                if could_fit or needed > window:
+                    return {}
+            if len(pinned) < len(numbers):
+                step_of.update((numbers[index], step) for step, group in enumerate(groups) for index in group)
+        return found
 
 
 def joint_schedules[AnyLane: tuple[int, ...]](
@@ -359,9 +438,9 @@ def joint_schedules[AnyLane: tuple[int, ...]](
     """Byte-aware schedules of the same window size for all lanes of a job, by lane, ascending (MoEvement 3.5).
 
     Each lane's ranks copy only their own operators. Operators in several lanes (non-experts) are anchored in the same
-    step by all of them. The window is the largest that any lane needs on its own, or, if shared operators then keep a
-    lane from fitting, the next larger one up to twice that size with which all fit that can. A lane with fewer
-    operators than iterations has empty steps. The result does not depend on the order of `lanes` or `sizes`.
+    step by all of them. The window is the smallest with which all lanes fit that can, or, if shared operators keep one
+    from it up to twice the largest that any lane needs on its own, this largest. A lane with fewer operators than
+    iterations has empty steps. The result does not depend on the order of `lanes` or `sizes`.
 
     Args:
         lanes: The operators of each lane, in the order of anchoring.
@@ -385,19 +464,15 @@ def joint_schedules[AnyLane: tuple[int, ...]](
     ordered = {lane: tuple(operators) for lane, operators in lanes.items()}
     loads = {lane: load_of(ordered[lane], _sizes_of(lane, sizes)) for lane in ordered}
     job = _Lanes(ordered, loads, budget_bytes)
-    if window is not None:
-        return job.schedules(window, first_iteration)
-    alone = {
-        lane: schedule_of(ordered[lane], job.loads[lane], job.groups(lane, None, {}), first_iteration, budget_bytes)
-        for lane in ordered
-    }
-    needed = max(schedule.window.size for schedule in alone.values())
-    can_fit = [lane for lane, schedule in alone.items() if schedule.fits]
-    for size in range(needed, min(2 * needed, most) + 1):
-        schedules = job.schedules(size, first_iteration)
-        if all(schedules[lane].fits for lane in can_fit):
-            return schedules
-    return job.schedules(needed, first_iteration)
+    if window is None:
+        size = job.needed
+        while size <= min(2 * job.needed, most):
+            schedules = job.schedules(size, first_iteration, must_fit=True)
+            if schedules:
+                return schedules
+            size = max(size + 1, job.needed)
+        window = job.needed_of_all()
+    return job.schedules(window, first_iteration)
 
 
 def _sizes_of[AnyLane: tuple[int, ...]](lane: AnyLane, sizes: Sizes | Mapping[AnyLane, Sizes]) -> Sizes:
