@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from itertools import chain
-from operator import attrgetter
+from itertools import accumulate
+from operator import add, attrgetter
 from typing import Any, Protocol, cast
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorKind, OperatorSize, Window
-from .checks import positive, whole
+from .checks import whole
 from .packing import Items, partition
 
 # Orderings: which operators a window anchors first, and when to order again (MoEvement 3.5, App. B and E).
@@ -243,11 +243,6 @@ class Schedule:
         """Bytes of each snapshot for which training has to wait: known before the window begins."""
         return tuple(max(load - self.budget_bytes, 0) for load in self.load_bytes)
 
-    def stall_s(self, bandwidth_bytes_per_s: float) -> tuple[float, ...]:
-        """Seconds that training waits for each snapshot. Raises UsageError for a bandwidth not above 0 and finite."""
-        positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
-        return tuple(stall / bandwidth_bytes_per_s for stall in self.stall_bytes)
-
 
 def schedule_of(
     ordered: Sequence[OperatorId], load: Items, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
@@ -267,16 +262,10 @@ def schedule_of(
 
 
 def _loads_of(load: Items, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Bytes of each step: what it anchors, and the weights of what is anchored later."""
-    full, weights, later, found = load.full, load.weights, 0, []
-    for group in reversed(groups):
-        own = 0
-        for index in group:
-            own += full[index]
-        found.append(own + later)
-        for index in group:
-            later += weights[index]
-    return tuple(reversed(found))
+    """Bytes of each step: all of an operator that it anchors, and the weights of those anchored later."""
+    full = [sum(map(load.full.__getitem__, group)) for group in groups]
+    weights = [sum(map(load.weights.__getitem__, group)) for group in groups]
+    return tuple(map(add, full, list(accumulate(reversed(weights), initial=0))[-2::-1]))
 
 
 def _why(ordered: Sequence[OperatorId], load: Items, loads: tuple[int, ...], budget: int) -> str:
@@ -335,63 +324,46 @@ def _partition(
 class _Lanes[AnyLane: tuple[int, ...]]:
     """Operators and sizes per lane; lanes of the same shape share one partition.
 
-    Of thousands of lanes few decide: what a lane needs on its own is looked at only where it does not fit, and lanes
-    that share nothing with each other, as those of two stages, are scheduled apart, first those that did not fit last.
+    Of thousands of lanes few decide. The need of one on its own is looked at only where it does not fit. Lanes that
+    share nothing with each other, as those of two stages, are scheduled apart, first those that did not fit last.
     """
 
     def __init__(
         self, ordered: dict[AnyLane, tuple[OperatorId, ...]], loads: dict[AnyLane, Items], budget: int
     ) -> None:
         self._ordered, self._loads, self._budget_bytes = ordered, loads, budget
-        by_bytes = sorted(ordered, key=lambda lane: (-sum(loads[lane].full), lane))
-        number = {operator: at for at, operator in enumerate(dict.fromkeys(chain.from_iterable(ordered.values())))}
-        # Numbers in place of operators, of which all are looked up once for each size that is tried.
-        self._numbers = {lane: tuple(map(number.__getitem__, ordered[lane])) for lane in by_bytes}
-        self._apart = self._sharing()
+        self._numbers: dict[AnyLane, tuple[int, ...]] = {}
+        number: dict[OperatorId, int] = {}  # looked up once, not for each size that is tried
+        shared: list[int] = []  # by number: another one of the same or an earlier lane, at last the same for all
+        for lane in sorted(ordered, key=lambda lane: (-sum(loads[lane].full), lane)):
+            mine = self._numbers[lane] = tuple(number.setdefault(one, len(number)) for one in ordered[lane])
+            shared.extend(range(len(shared), len(number)))
+            for one in mine:
+                shared[_last(shared, one)] = _last(shared, mine[0])
+        apart: dict[int, list[AnyLane]] = {}
+        for lane, mine in self._numbers.items():
+            apart.setdefault(_last(shared, mine[0]), []).append(lane)
+        self._apart = list(apart.values())
         self._alone: dict[AnyLane, tuple[int, bool]] = {}
-        self._need(by_bytes[0])
+        self.needed = 0  # the largest window of a lane alone, of those that were looked at
+        self.need(self._apart[0][0])
 
-    @property
-    def needed(self) -> int:
-        """The largest window of those that lanes need on their own, of lanes that were looked at."""
-        return max(size for size, _ in self._alone.values())
-
-    def needed_of_all(self) -> int:
-        """The same, of all lanes."""
-        return max(self._need(lane)[0] for lane in self._ordered)
-
-    def _sharing(self) -> list[list[AnyLane]]:
-        """Lanes that share operators, also through others, those with the most bytes first."""
-        parent = list(range(1 + max(chain.from_iterable(self._numbers.values()))))
-
-        def root(number: int) -> int:
-            while parent[number] != number:
-                parent[number] = number = parent[parent[number]]
-            return number
-
-        for first, *others in self._numbers.values():
-            for other in others:
-                parent[root(other)] = root(first)
-        found: dict[int, list[AnyLane]] = {}
-        for lane, numbers in self._numbers.items():
-            found.setdefault(root(numbers[0]), []).append(lane)
-        return list(found.values())
-
-    def _need(self, lane: AnyLane) -> tuple[int, bool]:
+    def need(self, lane: AnyLane) -> tuple[int, bool]:
         """The window of a lane alone, and whether it fits."""
         if lane not in self._alone:
-            load = self._loads[lane]
-            groups = self._groups(load, None, {})
-            self._alone[lane] = len(groups), max(_loads_of(load, groups)) <= self._budget_bytes
+            groups = self._groups(self._loads[lane], None, {})
+            self._alone[lane] = len(groups), max(_loads_of(self._loads[lane], groups)) <= self._budget_bytes
+            self.needed = max(self.needed, len(groups))
         return self._alone[lane]
 
     def _groups(self, load: Items, window: int | None, pinned: Mapping[int, int]) -> Groups:
-        if window is not None and len(pinned) == len(load):
-            steps: list[list[int]] = [[] for _ in range(window)]
-            for index, step in pinned.items():
-                steps[step].append(index)
-            return tuple(map(tuple, steps))
-        return _partition(tuple(load.full), tuple(load.weights), self._budget_bytes, window, tuple(pinned.items()))
+        if window is None or len(pinned) < len(load):
+            pins = tuple(pinned.items())
+            return _partition(tuple(load.full), tuple(load.weights), self._budget_bytes, window, pins)
+        steps: list[list[int]] = [[] for _ in range(window)]
+        for index, step in pinned.items():
+            steps[step].append(index)
+        return tuple(map(tuple, steps))
 
     def schedules(self, window: int, first_iteration: int, *, must_fit: bool = False) -> dict[AnyLane, Schedule]:
         """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it.
@@ -400,31 +372,28 @@ class _Lanes[AnyLane: tuple[int, ...]]:
         """
         found: dict[AnyLane, Groups] = {}
         for at, lanes in enumerate(self._apart):
-            groups = self._together(lanes, window, must_fit)
-            if not groups:
-                # With the next size first these again, then those that were not looked at.
-                self._apart = self._apart[at:] + self._apart[:at]
-                return {}
-            found.update(groups)
+            step_of: dict[int, int] = {}
+            for lane in lanes:
+                numbers, load = self._numbers[lane], self._loads[lane]
+                pinned = {index: step_of[number] for index, number in enumerate(numbers) if number in step_of}
+                groups = found[lane] = self._groups(load, window, pinned)
+                if must_fit and max(_loads_of(load, groups)) > self._budget_bytes:
+                    needed, could_fit = self.need(lane)
+                    if could_fit or needed > window:
+                        # With the next size first these again, then those that were not looked at.
+                        self._apart = self._apart[at:] + self._apart[:at]
+                        return {}
+                step_of.update((numbers[index], step) for step, group in enumerate(groups) for index in group)
         return {
             lane: schedule_of(self._ordered[lane], self._loads[lane], found[lane], first_iteration, self._budget_bytes)
             for lane in sorted(found)
         }
 
-    def _together(self, lanes: Sequence[AnyLane], window: int, must_fit: bool) -> dict[AnyLane, Groups]:
-        step_of: dict[int, int] = {}
-        found: dict[AnyLane, Groups] = {}
-        for lane in lanes:
-            numbers, load = self._numbers[lane], self._loads[lane]
-            pinned = {index: step_of[number] for index, number in enumerate(numbers) if number in step_of}
-            groups = found[lane] = self._groups(load, window, pinned)
-            if must_fit and max(_loads_of(load, groups)) > self._budget_bytes:
-                needed, could_fit = self._need(lane)
-                if could_fit or needed > window:
-                    return {}
-            if len(pinned) < len(numbers):
-                step_of.update((numbers[index], step) for step, group in enumerate(groups) for index in group)
-        return found
+
+def _last(others: list[int], number: int) -> int:
+    while others[number] != number:
+        others[number] = number = others[others[number]]
+    return number
 
 
 def joint_schedules[AnyLane: tuple[int, ...]](
@@ -471,7 +440,7 @@ def joint_schedules[AnyLane: tuple[int, ...]](
             if schedules:
                 return schedules
             size = max(size + 1, job.needed)
-        window = job.needed_of_all()
+        window = max(job.need(lane)[0] for lane in ordered)
     return job.schedules(window, first_iteration)
 
 
