@@ -325,7 +325,7 @@ class _Lanes[AnyLane: tuple[int, ...]]:
     """Operators and sizes per lane; lanes of the same shape share one partition.
 
     Of thousands of lanes few decide. The need of one on its own is looked at only where it does not fit. Lanes that
-    share nothing with each other, as those of two stages, are scheduled apart, first those that did not fit last.
+    share nothing with each other, as those of two stages, are scheduled apart, first where one did not fit last.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class _Lanes[AnyLane: tuple[int, ...]]:
             apart.setdefault(_last(shared, mine[0]), []).append(lane)
         self._apart = list(apart.values())
         self._alone: dict[AnyLane, tuple[int, bool]] = {}
-        self.needed = 0  # the largest window of a lane alone, of those that were looked at
+        self.needed = 0  # the largest window of a lane alone, as far as looked at
         self.need(self._apart[0][0])
 
     def need(self, lane: AnyLane) -> tuple[int, bool]:
@@ -380,7 +380,7 @@ class _Lanes[AnyLane: tuple[int, ...]]:
                 if must_fit and max(_loads_of(load, groups)) > self._budget_bytes:
                     needed, could_fit = self.need(lane)
                     if could_fit or needed > window:
-                        # With the next size first these again, then those that were not looked at.
+                        # With the next size first these again, then lanes not looked at yet.
                         self._apart = self._apart[at:] + self._apart[:at]
                         return {}
                 step_of.update((numbers[index], step) for step, group in enumerate(groups) for index in group)
