@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import or_
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from bucket_shards import BucketShards
 from harness import Benchmark, row, rule, start, where
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -36,11 +37,13 @@ from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import NodeMemory, gathered_sizes
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import timetable
 from megatron.core.dist_checkpointing.moe.types import (
     LOG,
     PARKED,
     Lost,
     OperatorId,
+    OperatorSize,
     Part,
     RecoveryPlan,
     SnapshotPlan,
@@ -180,7 +183,7 @@ class PlayedJob:
     def __init__(self, ranks: int) -> None:
         stages, experts = SIZES[ranks]
         self.topology = topology = Topology(ranks, pp=stages, ep=experts, ranks_per_node=min(8, ranks // 4))
-        shape = PRESETS["DeepSeek-V3-671B"]
+        self.shape = shape = PRESETS["DeepSeek-V3-671B"]
         self.owned = owned_operators(shape, topology)
         config = MoECheckpointConfig(strategy="full", interval=1, replicas=REPLICAS, timeout_s=60.0)
         self.job = Job(config, tuple(sorted(shape.operators)), topology, 4096, 1000, topk=8)
@@ -393,12 +396,18 @@ class MergedBytes(Merged[bytes]):
 class Shards:
     """Of a rank, as a capturer has them: the bytes of its operators."""
 
-    def __init__(self, operators: Collection[OperatorId], nbytes: int) -> None:
-        self.operators, self._nbytes = frozenset(operators), nbytes
+    def __init__(self, sizes: Mapping[OperatorId, OperatorSize]) -> None:
+        self.operators, self._sizes = frozenset(sizes), sizes
 
     def layout(self, plan: SnapshotPlan, *, trainer: bool = False) -> Any:
         """A field for each operator."""
-        return SimpleNamespace(fields=[SimpleNamespace(operator=one, nbytes=self._nbytes) for one in plan.parts])
+        return SimpleNamespace(
+            fields=[SimpleNamespace(operator=one, nbytes=self._bytes(one, part)) for one, part in plan.parts.items()]
+        )
+
+    def _bytes(self, operator: OperatorId, part: Part) -> int:
+        size = self._sizes[operator]
+        return size.weights_bytes if part is Part.COMPUTE else size.full_bytes
 
 
 def agreements(job: PlayedJob) -> dict[str, Callable[[int, Any], Any]]:
@@ -422,7 +431,12 @@ def agreements(job: PlayedJob) -> dict[str, Callable[[int, Any], Any]]:
         gather_timeline(transport, timestamps, left, RecoveryPlan(7, Scope.NONE, (), ()), topology)
 
     def sizes(rank: int, nbytes: int, transport: Any) -> None:
-        gathered_sizes(cast("Any", Shards(job.operators(rank), nbytes)), transport)
+        gather(dict.fromkeys(job.operators(rank), OperatorSize(nbytes, nbytes)), transport)
+
+    def gather(own: Mapping[OperatorId, OperatorSize], transport: Any) -> None:
+        gathered_sizes(cast("Any", Shards(own)), transport)
+
+    cut = {overlaps: BucketShards(job.shape, topology, overlaps=overlaps) for overlaps in (False, True)}
 
     def room(rank: int, transport: Any) -> None:
         here = topology.ranks_by_node[topology.node(rank)]
@@ -439,6 +453,12 @@ def agreements(job: PlayedJob) -> dict[str, Callable[[int, Any], Any]]:
         "names of nodes": places,
         "sizes of operators, alike on replicas": lambda rank, transport: sizes(rank, 1 << 20, transport),
         "sizes of operators, different on each rank": lambda rank, transport: sizes(rank, (1 << 20) + rank, transport),
+        "sizes of operators, of ranks that share a bucket": lambda rank, transport: gather(
+            cut[False].sizes(rank), transport
+        ),
+        "sizes of operators, of ranks that share many buckets": lambda rank, transport: gather(
+            cut[True].sizes(rank), transport
+        ),
     }  # fmt: skip
 
 
@@ -525,6 +545,24 @@ def iteration(rank: int, ranks: int, counts: int) -> dict[str, Any]:
     return {"cpu_s": time.thread_time() - begun_s, "messages": traffic.messages, "bytes": traffic.received_bytes}
 
 
+def window_of(played: PlayedJob, *, overlaps: bool) -> dict[str, Any]:
+    """What it takes a rank to plan a window of `sparse`, from the sizes of all.
+
+    Args:
+        played: The job.
+        overlaps: Whether buckets are many.
+    """
+    shards = BucketShards(played.shape, played.topology, overlaps=overlaps)
+    sizes = {rank: shards.sizes(rank) for rank in range(played.topology.world_size)}
+    full = max(sum(size.full_bytes for size in own.values()) for own in sizes.values())
+    planned, found = replace(played.job, sizes=sizes), dict[str, Any](buckets="many" if overlaps else "one")
+    for name, window, budget in (("fixed", 2, 0), ("budget", None, full // 6 + 1)):
+        begun_s = time.thread_time()
+        table = timetable(planned, {}, window=window, budget_bytes=budget)
+        found |= {f"{name}_s": time.thread_time() - begun_s, f"{name}_size": table.size}
+    return found
+
+
 def is_within(result: dict[str, Any]) -> bool:
     """Whether no rank of any job takes more CPU or bytes than it may."""
     ranks = [one for job in result["jobs"] for one in job["ranks"]]
@@ -549,7 +587,7 @@ def job(ranks: int, turns: int) -> dict[str, Any]:
     agreed = {name: agreement(ranks, work, turns) for name, work in agreements(played.job).items()}
     return {
         "size": ranks, "ranks": [played.real(rank, turns) for rank in chosen], "iteration": messages,
-        "agreements": agreed,
+        "agreements": agreed, "windows": [window_of(played.job, overlaps=overlaps) for overlaps in (False, True)],
     }  # fmt: skip
 
 
@@ -611,9 +649,23 @@ def report(result: dict[str, Any]) -> list[str]:
             lines.append(row(one["size"], name, told["messages"], *figures, *before))
     lines += [
         "",
-        "Sizes that differ on each rank are proportional to what all ranks own: the window of a job is planned from"
-        " them, once for each start. Names come from rank 0: every other rank receives some 20 bytes of each node.",
+        "Sizes that differ on each rank are proportional to what all ranks own. Where the distributed optimizer cuts"
+        " buckets into ranges, a rank owns parts of few operators, but no two ranks the same. A window of `sparse` is"
+        " planned from them, on each rank: at the start, and when operators are ordered again. Names come from"
+        " rank 0: every other rank receives some 20 bytes of each node.",
     ]
+    planned = [(one["size"], told) for one in result["jobs"] for told in one.get("windows", ())]
+    if planned:
+        lines += [
+            "",
+            "## The window of `sparse`",
+            "",
+            "CPU of one rank; the budget is a sixth of what the largest owns.",
+        ]
+        lines += ["", row("ranks", "buckets", "2 iterations, s", "by budget, s", "iterations"), rule(5)]
+    for ranks, told in planned:
+        times = f"{told['fixed_s']:.2f}", f"{told['budget_s']:.2f}"
+        lines.append(row(ranks, told["buckets"], *times, told["budget_size"]))
     calls = "`tests/unit/pretrain/test_store_calls.py`"
     lines += ["", f"What nodes and ranks ask of the store while they meet is counted by {calls}."]
     return [*lines, "", "## 32 processes", "", *REAL]

@@ -78,6 +78,8 @@ def test_a_rank_of_512_takes_no_more_of_a_recovery_than_it_may() -> None:
         assert rank["inventory_s"] + rank["plan_s"] <= 0.05, rank
     for name, told in job["agreements"].items():
         assert told["bytes"] <= (400_000 if "sizes" in name else 40_000) and told["messages"] <= 75, (name, told)
+    for window in job["windows"]:
+        assert window["fixed_s"] <= 1 and window["budget_s"] <= 3, window
 
 
 def test_what_was_kept_makes_the_pages_that_are_there() -> None:

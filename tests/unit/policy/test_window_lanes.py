@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import product
+from typing import Any
 
 import pytest
 from effort import examples
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from window_cases import byte_aware_schedule
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.packing import Items, partition
 from megatron.core.dist_checkpointing.moe.policy.window import (
     Lane,
     Schedule,
@@ -195,6 +198,34 @@ def test_a_thousand_lanes_are_scheduled_without_delay() -> None:
     started = time.process_time()
     merge(joint_schedules(lanes, sizes, budget_for(job, 4)))
     assert time.process_time() - started < 5, "a guard against quadratic loops"
+
+
+def cut(stages: int, groups: int, ranks: int) -> dict[tuple[int, ...], dict[OperatorId, OperatorSize]]:
+    """Each rank has a part of some experts of its group, and of one of the layers of its stage, cut elsewhere."""
+    source, lanes = random.Random(7), {}
+    for stage, group, rank in product(range(stages), range(groups), range(ranks)):
+        experts = [expert(2 * stage + at % 2, 4 * group + at // 2) for at in range(8)]
+        layer = OperatorId(2 * stage + rank % 2, OperatorKind.NON_EXPERT)
+        weights = {one: source.randint(50, 100) for one in (*source.sample(experts, 6), layer)}
+        lanes[stage, group, rank] = {one: OperatorSize(6 * count, count) for one, count in weights.items()}
+    return lanes
+
+
+def test_most_ranks_that_own_parts_of_the_same_operators_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, packed = cut(stages=4, groups=4, ranks=8), list[int]()
+
+    def counted(load: Items, *rest: Any) -> Any:
+        packed.append(len(load))
+        return partition(load, *rest)
+
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.policy.window.partition", counted)
+    lanes = {lane: tuple(own) for lane, own in sizes.items()}
+    schedules = joint_schedules(lanes, sizes, 1400)
+    # Each lane once alone, and again for each size that is tried, would be 640.
+    assert len(lanes) == 128 > len(packed), len(packed)
+    needed = max(byte_aware_schedule(lanes[lane], sizes[lane], 1400).window.size for lane in lanes)
+    assert needed < schedules[0, 0, 0].window.size, "some sizes were tried"
+    assert all(schedule.fits for schedule in schedules.values())
 
 
 @pytest.mark.parametrize("window", [0, 3])

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, Protocol, cast
 
 from ..errors import UsageError
 from ..types import OperatorId, OperatorKind, OperatorSize, Window
-from .checks import positive, whole
+from .checks import whole
 from .packing import Items, partition
 
 # Orderings: which operators a window anchors first, and when to order again (MoEvement 3.5, App. B and E).
@@ -243,11 +243,6 @@ class Schedule:
         """Bytes of each snapshot for which training has to wait: known before the window begins."""
         return tuple(max(load - self.budget_bytes, 0) for load in self.load_bytes)
 
-    def stall_s(self, bandwidth_bytes_per_s: float) -> tuple[float, ...]:
-        """Seconds that training waits for each snapshot. Raises UsageError for a bandwidth not above 0 and finite."""
-        positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
-        return tuple(stall / bandwidth_bytes_per_s for stall in self.stall_bytes)
-
 
 def schedule_of(
     ordered: Sequence[OperatorId], load: Items, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
@@ -261,12 +256,16 @@ def schedule_of(
         first_iteration: The iteration of the first step.
         budget: Bytes that a snapshot may have without a stall.
     """
+    window = Window(first_iteration, tuple(tuple(map(ordered.__getitem__, group)) for group in groups))
+    loads = _loads_of(load, groups)
+    return Schedule(window, loads, budget, _why(ordered, load, loads, budget))
+
+
+def _loads_of(load: Items, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Bytes of each step: all of an operator that it anchors, and the weights of those anchored later."""
     full = [sum(map(load.full.__getitem__, group)) for group in groups]
     weights = [sum(map(load.weights.__getitem__, group)) for group in groups]
-    later = list(accumulate(reversed(weights), initial=0))[-2::-1]
-    window = Window(first_iteration, tuple(tuple(map(ordered.__getitem__, group)) for group in groups))
-    loads = tuple(own + due for own, due in zip(full, later, strict=True))
-    return Schedule(window, loads, budget, _why(ordered, load, loads, budget))
+    return tuple(map(add, full, list(accumulate(reversed(weights), initial=0))[-2::-1]))
 
 
 def _why(ordered: Sequence[OperatorId], load: Items, loads: tuple[int, ...], budget: int) -> str:
@@ -322,30 +321,79 @@ def _partition(
     return partition(Items(full, weights, range(len(full))), budget_bytes, window, dict(pinned))
 
 
-@dataclass
 class _Lanes[AnyLane: tuple[int, ...]]:
-    """Operators and sizes per lane; lanes of the same shape share one partition."""
+    """Operators and sizes per lane; lanes of the same shape share one partition.
 
-    ordered: dict[AnyLane, tuple[OperatorId, ...]]
-    loads: dict[AnyLane, Items]
-    budget_bytes: int
+    Of thousands of lanes few decide. The need of one on its own is looked at only where it does not fit. Lanes that
+    share nothing with each other, as those of two stages, are scheduled apart, first where one did not fit last.
+    """
 
-    def groups(self, lane: AnyLane, window: int | None, pinned: Mapping[int, int]) -> Groups:
-        load = self.loads[lane]
-        pins = tuple(sorted(pinned.items()))
-        return _partition(tuple(load.full), tuple(load.weights), self.budget_bytes, window, pins)
+    def __init__(
+        self, ordered: dict[AnyLane, tuple[OperatorId, ...]], loads: dict[AnyLane, Items], budget: int
+    ) -> None:
+        self._ordered, self._loads, self._budget_bytes = ordered, loads, budget
+        self._numbers: dict[AnyLane, tuple[int, ...]] = {}
+        number: dict[OperatorId, int] = {}  # looked up once, not for each size that is tried
+        shared: list[int] = []  # by number: another one of the same or an earlier lane, at last the same for all
+        for lane in sorted(ordered, key=lambda lane: (-sum(loads[lane].full), lane)):
+            mine = self._numbers[lane] = tuple(number.setdefault(one, len(number)) for one in ordered[lane])
+            shared.extend(range(len(shared), len(number)))
+            for one in mine:
+                shared[_last(shared, one)] = _last(shared, mine[0])
+        apart: dict[int, list[AnyLane]] = {}
+        for lane, mine in self._numbers.items():
+            apart.setdefault(_last(shared, mine[0]), []).append(lane)
+        self._apart = list(apart.values())
+        self._alone: dict[AnyLane, tuple[int, bool]] = {}
+        self.needed = 0  # the largest window of a lane alone, as far as looked at
+        self.need(self._apart[0][0])
 
-    def schedules(self, window: int, first_iteration: int) -> dict[AnyLane, Schedule]:
-        """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it."""
-        step_of: dict[OperatorId, int] = {}
-        scheduled = {}
-        for lane in sorted(self.ordered, key=lambda lane: (-sum(self.loads[lane].full), lane)):
-            ordered = self.ordered[lane]
-            pinned = {index: step_of[operator] for index, operator in enumerate(ordered) if operator in step_of}
-            groups = self.groups(lane, window, pinned)
-            step_of.update((ordered[index], step) for step, group in enumerate(groups) for index in group)
-            scheduled[lane] = schedule_of(ordered, self.loads[lane], groups, first_iteration, self.budget_bytes)
-        return {lane: scheduled[lane] for lane in sorted(scheduled)}
+    def need(self, lane: AnyLane) -> tuple[int, bool]:
+        """The window of a lane alone, and whether it fits."""
+        if lane not in self._alone:
+            groups = self._groups(self._loads[lane], None, {})
+            self._alone[lane] = len(groups), max(_loads_of(self._loads[lane], groups)) <= self._budget_bytes
+            self.needed = max(self.needed, len(groups))
+        return self._alone[lane]
+
+    def _groups(self, load: Items, window: int | None, pinned: Mapping[int, int]) -> Groups:
+        if window is None or len(pinned) < len(load):
+            pins = tuple(pinned.items())
+            return _partition(tuple(load.full), tuple(load.weights), self._budget_bytes, window, pins)
+        steps: list[list[int]] = [[] for _ in range(window)]
+        for index, step in pinned.items():
+            steps[step].append(index)
+        return tuple(map(tuple, steps))
+
+    def schedules(self, window: int, first_iteration: int, *, must_fit: bool = False) -> dict[AnyLane, Schedule]:
+        """Lanes with the most bytes choose freely; what they anchor is pinned for lanes that share it.
+
+        Empty where `must_fit`, and a lane does not that would fit alone, or needs a larger window.
+        """
+        found: dict[AnyLane, Groups] = {}
+        for at, lanes in enumerate(self._apart):
+            step_of: dict[int, int] = {}
+            for lane in lanes:
+                numbers, load = self._numbers[lane], self._loads[lane]
+                pinned = {index: step_of[number] for index, number in enumerate(numbers) if number in step_of}
+                groups = found[lane] = self._groups(load, window, pinned)
+                if must_fit and max(_loads_of(load, groups)) > self._budget_bytes:
+                    needed, could_fit = self.need(lane)
+                    if could_fit or needed > window:
+                        # With the next size first these again, then lanes not looked at yet.
+                        self._apart = self._apart[at:] + self._apart[:at]
+                        return {}
+                step_of.update((numbers[index], step) for step, group in enumerate(groups) for index in group)
+        return {
+            lane: schedule_of(self._ordered[lane], self._loads[lane], found[lane], first_iteration, self._budget_bytes)
+            for lane in sorted(found)
+        }
+
+
+def _last(others: list[int], number: int) -> int:
+    while others[number] != number:
+        others[number] = number = others[others[number]]
+    return number
 
 
 def joint_schedules[AnyLane: tuple[int, ...]](
@@ -359,9 +407,9 @@ def joint_schedules[AnyLane: tuple[int, ...]](
     """Byte-aware schedules of the same window size for all lanes of a job, by lane, ascending (MoEvement 3.5).
 
     Each lane's ranks copy only their own operators. Operators in several lanes (non-experts) are anchored in the same
-    step by all of them. The window is the largest that any lane needs on its own, or, if shared operators then keep a
-    lane from fitting, the next larger one up to twice that size with which all fit that can. A lane with fewer
-    operators than iterations has empty steps. The result does not depend on the order of `lanes` or `sizes`.
+    step by all of them. The window is the smallest with which all lanes fit that can, or, if shared operators keep one
+    from it up to twice the largest that any lane needs on its own, this largest. A lane with fewer operators than
+    iterations has empty steps. The result does not depend on the order of `lanes` or `sizes`.
 
     Args:
         lanes: The operators of each lane, in the order of anchoring.
@@ -385,19 +433,15 @@ def joint_schedules[AnyLane: tuple[int, ...]](
     ordered = {lane: tuple(operators) for lane, operators in lanes.items()}
     loads = {lane: load_of(ordered[lane], _sizes_of(lane, sizes)) for lane in ordered}
     job = _Lanes(ordered, loads, budget_bytes)
-    if window is not None:
-        return job.schedules(window, first_iteration)
-    alone = {
-        lane: schedule_of(ordered[lane], job.loads[lane], job.groups(lane, None, {}), first_iteration, budget_bytes)
-        for lane in ordered
-    }
-    needed = max(schedule.window.size for schedule in alone.values())
-    can_fit = [lane for lane, schedule in alone.items() if schedule.fits]
-    for size in range(needed, min(2 * needed, most) + 1):
-        schedules = job.schedules(size, first_iteration)
-        if all(schedules[lane].fits for lane in can_fit):
-            return schedules
-    return job.schedules(needed, first_iteration)
+    if window is None:
+        size = job.needed
+        while size <= min(2 * job.needed, most):
+            schedules = job.schedules(size, first_iteration, must_fit=True)
+            if schedules:
+                return schedules
+            size = max(size + 1, job.needed)
+        window = max(job.need(lane)[0] for lane in ordered)
+    return job.schedules(window, first_iteration)
 
 
 def _sizes_of[AnyLane: tuple[int, ...]](lane: AnyLane, sizes: Sizes | Mapping[AnyLane, Sizes]) -> Sizes:
