@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the pictures in docs/images from the demo's run, a job of three faults and a drill, with a headless Chromium."""
+"""Make the pictures in docs/images from the demo's run and a job of three faults, with a headless Chromium."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LARGEST_BYTES = 150_000
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PICTURES = (
     ("demo", "report-demo.png", "", (900, 760), False),
-    ("drill", "report-drill.png", "faults-and-recoveries", (900, 900), True),
-    ("drill", "report-protection.png", "protection", (900, 760), False),
+    ("faults", "report-recovery.png", "faults-and-recoveries", (900, 900), True),
+    ("faults", "report-protection.png", "protection", (900, 760), False),
     ("faults", "report-dark.png", "", (700, 900), True),
 )
 """Whose page, the picture, its part, its size in pixels, and whether it is dark."""
@@ -26,15 +26,14 @@ PICTURES = (
 def main() -> None:
     """Raises SystemExit where there is no browser, or a picture is too large."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--demo", required=True, help="killed.jsonl of scripts/demo.py")
-    parser.add_argument("--faults", required=True, help="--metrics-jsonl of a job with three faults")
-    parser.add_argument("--drill", required=True, help="the --folder of scripts/chaos_cpu.sh")
+    parser.add_argument("--demo", required=True, help="full.jsonl of scripts/demo.py")
+    parser.add_argument("--faults", required=True, help="--metrics-jsonl of a job with three faults and storage")
     arguments = parser.parse_args()
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit(f"no browser: install one of {', '.join(BROWSERS)}")
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-pictures-") as folder:
-        for name in ("demo", "faults", "drill"):
+        for name in ("demo", "faults"):
             made = ["report", getattr(arguments, name), "--out", f"{folder}/{name}.html"]
             commands.main(made, prog_name="moe-ckpt", standalone_mode=False)
         for name, picture, part, (width, height), is_dark in PICTURES:

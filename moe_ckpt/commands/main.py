@@ -4,27 +4,60 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import UserDict
+from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from megatron.core.dist_checkpointing.moe.storage.small_files import SECRET_FILE, read_secret
 
-from .advise import advise
-from .completion import completion
-from .convert import convert
-from .diff import diff
-from .digest import digest
-from .flags import flags
-from .gc import gc
-from .inspect import inspect
-from .plan import plan
-from .report import report
-from .sign import sign
-from .simulate import simulate
-from .status import status
-from .verify import verify
+GROUPS = {
+    "Before a run": {
+        "flags": "List the flags of checkpoints and of moe-ckpt-run.",
+        "plan": "Show what a job's checkpoints take, and where they lie.",
+        "advise": "Choose a checkpoint system and settings for a job.",
+        "simulate": "Predict overhead, recovery and ETTR under failures.",
+    },
+    "While it runs, and after": {
+        "status": "Say how protected a running job is.",
+        "report": "Make an HTML page of runs from their metrics.",
+    },
+    "Checkpoints": {
+        "inspect": "List what a folder of checkpoints holds.",
+        "verify": "Read every byte and compare it with its checksum.",
+        "digest": "Print a digest for each component of a checkpoint.",
+        "diff": "Compare two training states bit by bit.",
+        "convert": "Make a torch_dist checkpoint, or Hugging Face weights.",
+        "sign": "Sign checkpoints with the secret of a job.",
+        "gc": "List checkpoints that are safe to remove, or remove them.",
+    },
+    "Shell": {"completion": "Print the completion script of a shell."},
+}
+"""Commands by what a person wants to do, each in words that fit a line of 80."""
+_NAMES = tuple(name for names in GROUPS.values() for name in names)
+
+
+class _Commands(UserDict[str, click.Command]):
+    """Imports a command when it is asked for: no other one waits for the simulator."""
+
+    def __missing__(self, name: str) -> click.Command:
+        if name not in _NAMES:
+            raise KeyError(name)
+        found: click.Command = getattr(import_module(f"{__package__}.{name}"), name)
+        self.data[name] = found
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in _NAMES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
 
 
 class GroupedCommands(click.Group):
@@ -34,44 +67,26 @@ class GroupedCommands(click.Group):
         """As `click.Group.format_commands`, in the sections of `GROUPS`."""
         for title, names in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(90)) for name in names])
+                formatter.write_dl([*names.items()])
 
 
-GROUPS = {
-    "Before a run": ("flags", "plan", "advise", "simulate"),
-    "While it runs, and after": ("status", "report"),
-    "Checkpoints": ("inspect", "verify", "digest", "diff", "convert", "sign", "gc"),
-    "Shell": ("completion",),
-}
-
-
-@click.group(cls=GroupedCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=GroupedCommands,
+    commands=_Commands(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.version_option(package_name="megatron-moe-ckpt", prog_name="moe-ckpt")
 def commands() -> None:
     """Plan and look at MoE training checkpoints without a GPU and without torchrun; nothing stored in them is run.
 
     \b
     $ moe-ckpt flags full                   # which flags are there, and which do I need?
-    $ moe-ckpt advise --help                # which strategy should I use, and what will I get?
     $ moe-ckpt plan --help                  # what will the checkpoints of my job be?
-    $ moe-ckpt inspect checkpoints/         # what is in there, is it whole, who holds what?
-    $ moe-ckpt verify checkpoints/          # is every byte what was saved, and can it be restored?
-    $ moe-ckpt digest checkpoints/          # which state did this run reach?
-    $ moe-ckpt diff one/ other/             # are two states equal, and where do they differ?
-    $ moe-ckpt gc checkpoints/              # what takes space and is not needed any more?
+    $ moe-ckpt verify checkpoints/          # is every byte right, and can it be restored?
     $ moe-ckpt report run/metrics.jsonl     # what happened, what did protection cost, where did the time go?
     $ moe-ckpt status                       # is my running job protected, and if not, why?
-    $ moe-ckpt convert --to dense snapshots/ dense/   # a checkpoint that any Megatron loads
-    $ moe-ckpt digest --help
+    $ moe-ckpt COMMAND --help               # its options, exit codes and an example
     """
-
-
-_COMMANDS = (
-    advise, completion, convert, diff, digest, flags, gc, inspect, plan, report, sign, simulate, status,
-    verify,
-)  # fmt: skip
-for command in _COMMANDS:
-    commands.add_command(command)
 
 
 def _take_secret() -> None:

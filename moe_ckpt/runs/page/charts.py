@@ -130,14 +130,15 @@ def stacked(parts: Iterable[tuple[str, float, str]], total: float) -> str:
         parts: Name, length, and the length in words of each part; parts without length are left out.
         total: Length of the whole bar, in the unit of the parts.
     """
-    found = [(name, length, text) for name, length, text in parts if length > 0]
+    # Numbered with those that are left out: in the bars of several recoveries a part has the same color.
+    found = [(f"p{at % 10}", name, length, text) for at, (name, length, text) in enumerate(parts) if length > 0]
     bar = "".join(
-        f'<i class="p{at % 10}" style="width:{100 * length / total:.3f}%" title="{escape(name)}: {escape(text)}"></i>'
-        for at, (name, length, text) in enumerate(found)
+        f'<i class="{color}" style="width:{100 * length / total:.3f}%" title="{escape(name)}: {escape(text)}"></i>'
+        for color, name, length, text in found
         if total > 0
     )
-    keys = [(f"p{at % 10}", f"{name} {text}") for at, (name, _, text) in enumerate(found)]
-    words = ", ".join(f"{name} {text}" for name, _, text in found)
+    keys = [(color, f"{name} {text}") for color, name, _, text in found]
+    words = ", ".join(f"{name} {text}" for _, name, _, text in found)
     return f'<div class="bar" role="img" aria-label="{escape(words)}">{bar}</div>{legend(keys)}'
 
 

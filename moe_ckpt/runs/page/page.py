@@ -29,9 +29,10 @@ STYLE = (
 @media (prefers-color-scheme:dark){:root{--bg:#0d1117;--fg:#e6edf3;--soft:#9ea7b3;--line:#30363d;--card:#161b22;
 --mark:#ff8177;--c0:#6cb6ff;--c1:#f0a35e;--c2:#57ab5a;--c3:#c297ff;--c4:#f778ba;--c5:#39c5cf;--c6:#daaa3f;--c7:#adbac7;
 --ok:#46954a;--warn:#c69026;--bad:#e5534b}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:72rem;padding:1rem;background:var(--bg);color:var(--fg);
+*{box-sizing:border-box;print-color-adjust:exact;-webkit-print-color-adjust:exact}
+body{margin:0 auto;max-width:72rem;padding:1rem;background:var(--bg);color:var(--fg);
 font:16px/1.5 system-ui,sans-serif}h1{font-size:1.6rem}h2{font-size:1.25rem;margin-top:2.5rem;border-top:1px solid
-var(--line);padding-top:1rem}h3{font-size:1.05rem}small,.soft{color:var(--soft);font-size:.85rem}a{color:var(--c0)}
+var(--line);padding-top:1rem}h3{font-size:1.05rem}h1,h2,li{overflow-wrap:anywhere}small,.soft{color:var(--soft);font-size:.85rem}a{color:var(--c0)}
 nav ul,.legend{list-style:none;padding:0;margin:.3rem 0;display:flex;flex-wrap:wrap;gap:.2rem 1rem}
 .say{padding:0;list-style:none}.say li{background:var(--card);border-left:.35rem solid var(--c7);padding:.5rem .8rem;
 margin:.4rem 0}.say li.ok{border-color:var(--ok)}.say li.warn{border-color:var(--warn)}.say li.bad{border-color:
@@ -57,7 +58,9 @@ border-left:2px dashed var(--mark)}.legend i[class^=p],.legend i[class^=level]{h
 font-weight:600;padding:.3rem 0}th,td{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:left;
 font-weight:400;vertical-align:top}thead th{color:var(--soft)}.n{text-align:right;white-space:nowrap;
 font-variant-numeric:tabular-nums}
-@media (max-width:30rem){th,td{padding:.25rem .35rem}}
+@media (max-width:30rem){table{font-size:.8rem}th,td{padding:.25rem}}
+@media print{figure,tr,.bar,.legend,.figures div,.say li{break-inside:avoid}h2,h3,figcaption,summary{break-after:avoid}
+pre{white-space:pre-wrap}}
 pre{background:var(--card);padding:.8rem;overflow-x:auto;font-size:.8rem}summary{cursor:pointer;padding:.2rem 0}
 .heat td{min-width:2.6rem;text-align:right;font-size:.8rem}
 """
@@ -67,7 +70,7 @@ pre{background:var(--card);padding:.8rem;overflow-x:auto;font-size:.8rem}summary
         for at, color in enumerate(("c2", "c0", "c1", "c3", "c5", "c4", "c6", "c7", "bad", "warn"))
     )
 )
-"""Light and dark, wide and narrow. Colors of text have a contrast of at least 4.5 to 1."""
+"""Light and dark, wide and narrow, and on paper. Colors of text have a contrast of at least 4.5 to 1."""
 
 WATCH = """
 <script>(()=>{let open=()=>[...document.querySelectorAll('details')].map(d=>d.open);setInterval(async()=>{try{

@@ -100,7 +100,7 @@ def _reasons(run: Run) -> str:
     if not rows:
         return ""
     shown = table(("From iteration", "Why there was less protection than asked for"), rows[-50:])
-    return f"<details><summary>{len(rows)} times less protection than asked for</summary>{shown}</details>"
+    return f"<details><summary>Less protection than asked for: {len(rows)}</summary>{shown}</details>"
 
 
 def time_spent(run: Run) -> str:

@@ -59,17 +59,19 @@ def _stop(at: int, stop: Stop, *, is_open: bool) -> str:
         details += f"<p>What was restored from where:</p><pre>{lines}</pre>"
     opened = " open" if is_open else ""
     opener = f"<details{opened}><summary>Parts and sources</summary>"
-    return f"{title}<p>{escape(_sentence(recovery))}</p>{bar}{opener}{details}</details>"
+    return f"{title}<p>{escape(_sentence(stop.after, recovery))}</p>{bar}{opener}{details}</details>"
 
 
-def _sentence(recovery: RecoveryRecord) -> str:
+def _sentence(after: int, recovery: RecoveryRecord) -> str:
     since = "detection" if recovery.is_whole else "the restart (no rank left word of the fault)"
     who = f"{recovery.ranks_back} of {recovery.ranks} ranks ran up to {recovery.replayed} iterations again"
-    again = who if recovery.replayed else "no iteration was run again"
+    again = who if recovery.replayed else "no replay"
+    lost = max(0, after - recovery.target)
+    recomputed = f", {lost} iteration{'s' if lost > 1 else ''} recomputed" if lost else ""
     tries = f", in {recovery.attempts} attempts" if recovery.attempts > 1 else ""
     return (
         f"Recovered iteration {recovery.target:,} {recovery.exactness} in {duration(recovery.total_s)} from {since}"
-        f"{tries}: {recovery.scope or 'unknown'} rollback, {again}."
+        f"{tries}: {recovery.scope or 'unknown'} rollback, {again}{recomputed}."
     )
 
 

@@ -21,7 +21,7 @@ from lines import iteration, long_run, recovery, start, written
 
 from moe_ckpt.commands.main import commands
 from moe_ckpt.runs.page import render
-from moe_ckpt.runs.page.charts import scale, thinned
+from moe_ckpt.runs.page.charts import scale, stacked, thinned
 from moe_ckpt.runs.page.html import duration
 from moe_ckpt.runs.page.page import STYLE
 from moe_ckpt.runs.sources import read_runs
@@ -86,6 +86,17 @@ def test_times_below_a_second_are_in_milliseconds_and_others_are_not(tmp_path: P
     assert (units["Training waiting for checkpoints"], units["Time of an iteration"]) == ("ms", "s")
     waiting = page.partition("Training waiting for checkpoints")[2]
     assert "from 5 to 5" in waiting.partition("</figure>")[0]
+
+
+def test_iterations_that_a_restored_state_lacks_are_counted(tmp_path: Path) -> None:
+    before = [iteration(at, at * 0.6) for at in range(1, 5)]
+    lines = [*before, recovery(3.0, 3, replayed=0), iteration(4, 12.0), iteration(5, 12.6)]
+    page = render(read_runs([written(tmp_path / "metrics.jsonl", start(0.0), *lines)]), 0.0)
+    assert "local rollback, no replay, 1 iteration recomputed." in page
+
+
+def test_parts_of_a_bar_have_the_same_colors_where_one_is_left_out() -> None:
+    assert '<i class="p1" style' in stacked([("training", 0.0, "0 s"), ("waiting", 1.0, "1 s")], 1.0)
 
 
 def test_what_copies_cost_is_unknown_and_not_zero_without_passes_to_compare_with(tmp_path: Path) -> None:
@@ -299,13 +310,17 @@ PROBE = """<script>addEventListener('error',e=>document.title='broken: '+e.messa
 let wide=document.documentElement.scrollWidth-innerWidth,small=[...document.querySelectorAll('svg')].filter(s=>
 s.getBoundingClientRect().width<100||s.getBoundingClientRect().height<5).length;
 document.body.dataset.found=[wide,small,document.querySelectorAll('path.line').length,Math.round(performance.now()),
-getComputedStyle(document.body).backgroundColor,innerWidth].join('|')})</script>"""
+getComputedStyle(document.body).backgroundColor,innerWidth,
+getComputedStyle(document.querySelector('.bar i')||document.body).printColorAdjust].join('|')})</script>"""
 """Asks the page how it turned out; put into it by the test."""
 
 
-def _looked_at(browser: str, page: str, folder: Path, *flags: str, limit_s: float = 120) -> list[str]:
+def _looked_at(
+    browser: str, page: str, folder: Path, *flags: str, limit_s: float = 120, probe: str = PROBE
+) -> list[str]:
     file = folder / "probed.html"
-    file.write_text(page.replace("</body>", PROBE + "</body>"))
+    before, end, after = page.rpartition("</body>")
+    file.write_text(before + probe + end + after)
     command = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
         f"--user-data-dir={folder / 'profile'}", *flags, "--dump-dom", file.as_uri(),
@@ -321,14 +336,18 @@ def test_a_browser_shows_it_wide_and_on_a_phone(browser: str, metrics: Path, tmp
     page = render(read_runs([metrics]), 0.0)
     wide = _looked_at(browser, page, tmp_path, "--window-size=1200,900")
     assert wide[:2] == ["0", "0"] and int(wide[2]) >= 5, "nothing sticks out, every chart has a size"
+    assert wide[6] == "exact", "bars and colors of legends are printed"
     # Headless windows are not narrower than 500 pixels: a frame of the width of a phone is.
-    frame = page.replace('"', "&quot;")
+    degraded = [iteration(at, at * 66.0, protection="degraded") for at in range(1, 90)]
+    long = render(read_runs([metrics, written(tmp_path / "long.jsonl", start(0.0), *degraded)]), 0.0)
+    frame = long.replace('"', "&quot;")
     phone = f'<body><iframe srcdoc="{frame}" style="width:360px;height:800px"></iframe></body>'
-    inside = "let d=document.querySelector('iframe').contentDocument.documentElement;"
-    narrow = PROBE.replace("document.documentElement.scrollWidth-innerWidth", "d.scrollWidth-360").replace(
-        "{\nlet", "{" + inside + "\nlet"
+    # Tables of experts and of several runs alone may be wider than the page.
+    tables = "[...d.querySelectorAll('section .scroll:not(:has(.heat))')].filter(s=>s.scrollWidth>s.clientWidth).length"
+    narrow = PROBE.replace("document.documentElement.scrollWidth-innerWidth", f"d.scrollWidth-360+{tables}").replace(
+        "{\nlet", "{let d=document.querySelector('iframe').contentDocument.documentElement;\nlet"
     )
-    found = _looked_at(browser, phone.replace("</body>", narrow + "</body>"), tmp_path)
+    found = _looked_at(browser, phone, tmp_path, probe=narrow)
     assert found[0] == "0"
 
 
