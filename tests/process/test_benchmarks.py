@@ -29,7 +29,16 @@ ROWS = {
     "figure_jobs": "selective_ablation: ",
 }
 """What each prints at last."""
-LONG = ("slow_links", "recovery", "replica_loss", "localized_recovery", "planned_kills", "memory_peaks", "pec_accuracy", "figure_jobs")
+LONG = (
+    "slow_links",
+    "recovery",
+    "replica_loss",
+    "localized_recovery",
+    "planned_kills",
+    "memory_peaks",
+    "pec_accuracy",
+    "figure_jobs",
+)
 """Of 20 seconds or more on two cores."""
 
 

@@ -159,7 +159,7 @@ ROWS = {
     "benchmarks": Row(
         "types ports policy storage replication megatron_state replay recovery snapshot runtime strategies config"
         " boot_clock errors",
-        "lm_resiliency megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch",
+        "lm_resiliency megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch torchft",
         "hugging_face simulator",
         also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),

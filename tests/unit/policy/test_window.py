@@ -150,11 +150,6 @@ def test_the_budget_is_what_a_link_copies_in_an_iteration() -> None:
     assert budget_bytes(25e9, 0.4) == 10_000_000_000
 
 
-def test_a_stall_is_what_lies_above_the_budget() -> None:
-    schedule = paper_schedule([expert(0, 0)], named((1500, 10)), 1000)
-    assert schedule.stall_bytes == (500,)
-
-
 # Bad input
 
 

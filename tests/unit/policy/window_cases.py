@@ -82,3 +82,8 @@ def some_sizes(draw: st.DrawFn) -> dict[OperatorId, OperatorSize]:
 
 
 budgets = st.integers(0, 6).flatmap(lambda digits: st.integers(1, 10**digits))
+
+
+def stalls(schedule: Schedule) -> tuple[int, ...]:
+    """Bytes of each snapshot for which training has to wait."""
+    return tuple(max(0, load - schedule.budget_bytes) for load in schedule.load_bytes)

@@ -238,11 +238,6 @@ class Schedule:
         """Whether no snapshot stalls training."""
         return self.peak_bytes <= self.budget_bytes
 
-    @property
-    def stall_bytes(self) -> tuple[int, ...]:
-        """Bytes of each snapshot for which training has to wait: known before the window begins."""
-        return tuple(max(load - self.budget_bytes, 0) for load in self.load_bytes)
-
 
 def schedule_of(
     ordered: Sequence[OperatorId], load: Items, groups: Sequence[Sequence[int]], first_iteration: int, budget: int
