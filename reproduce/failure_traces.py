@@ -83,7 +83,6 @@ def figure() -> Figure:
                 kind: [one.ettr.mean for one in traced() if (one.kind, one.mtbf_s) == (kind, mtbf_s)] for kind in KINDS
             }
             bars(axis, list(CONTESTANTS), series, title=f"MTBF {mtbf_s / HOUR_S:g} h", ylabel="ETTR", ylim=(0.8, 1))
-            axis.tick_params(axis="x", labelrotation=30)
 
     worst = max(one.from_storage for one in traced() if one.system == "full, r = 1" and one.kind == "correlated")
     return Figure(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -93,7 +94,13 @@ class Figure:
         row = FIGURES[self.name]
         canvas = Canvas(figsize=row.size, layout="constrained")
         FigureCanvasAgg(canvas)
-        self.draw(list(canvas.subplots(*row.grid, squeeze=False).flat))
+        axes = list(canvas.subplots(*row.grid, squeeze=False).flat)
+        self.draw(axes)
+        # Bars fill their axes: what they stand for is said once, below all of them.
+        found = [axis.get_legend_handles_labels() for axis in axes if axis.get_legend() is None]
+        named = {label: handle for handles, labels in found for handle, label in zip(handles, labels, strict=True)}
+        if len(named) > 1:
+            canvas.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(len(named), 4))
         try:
             canvas.savefig(path, dpi=120)
         except OSError as error:
@@ -138,7 +145,9 @@ def lines(axis: Any, at: Sequence[Any], series: Mapping[str, Sequence[float]], *
     """Draw curves over the same places, by what the legend calls them; settings: of the axis."""
     for label, values in series.items():
         axis.plot(at, values, color=_OF_NAME.get(label), marker="." if len(at) > 12 else "o", label=label)
-    _finish(axis, len(series), settings)
+    axis.set(**settings)
+    if len(series) > 1:
+        axis.legend()
 
 
 def bars(axis: Any, names: Sequence[str], series: Mapping[str, Sequence[float]], **settings: Any) -> None:
@@ -148,14 +157,8 @@ def bars(axis: Any, names: Sequence[str], series: Mapping[str, Sequence[float]],
         shift = (number - (len(series) - 1) / 2) * width
         at = [place + shift for place in range(len(names))]
         axis.bar(at, values, width, color=_OF_NAME.get(label), label=label)
-    axis.set_xticks(range(len(names)), names)
-    _finish(axis, len(series), settings)
-
-
-def _finish(axis: Any, series: int, settings: Mapping[str, Any]) -> None:
+    axis.set_xticks(range(len(names)), [fill(name, max(8, 66 // len(names))) for name in names])
     axis.set(**settings)
-    if series > 1:
-        axis.legend()
 
 
 def decimals(value: float | None) -> str:

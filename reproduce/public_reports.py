@@ -19,6 +19,7 @@ from moe_ckpt.simulator.models import preset
 from .figure import Figure, published
 
 TOLERANCE = 0.25
+SECONDS = (2, 5, 10, 20, 50, 100)
 MTBF_S = 12 * 3600.0
 SYSTEMS = ("gemini", "moevement", "torch_dist_async")
 
@@ -112,6 +113,9 @@ def figure() -> Figure:
         axes[0].plot(ends, ends, color="grey")
         axes[0].fill_between(ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="grey", alpha=0.2)
         axes[0].set(xscale="log", yscale="log", xlabel="reported iteration (s)", ylabel="estimated (s)")
+        for axis in (axes[0].xaxis, axes[0].yaxis):
+            axis.set_ticks([], minor=True)
+            axis.set_ticks(SECONDS, labels=map(str, SECONDS))
         axes[0].legend(fontsize=7)
 
     return Figure(

@@ -305,7 +305,7 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
     return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
 
 
-@lru_cache(maxsize=256)  # lanes are alike, and a new order of equal operators gives the same positions
+@lru_cache(maxsize=1 << 16)  # lanes are alike, and a new order of equal operators gives the same positions
 def _partition(
     full: tuple[int, ...],
     weights: tuple[int, ...],
