@@ -663,11 +663,12 @@ def report(result: dict[str, Any]) -> list[str]:
             "",
             "## The window of `sparse`",
             "",
-            "CPU of one rank, experts in an order by tokens. A fixed size is planned when training begins, and on a"
-            " thread of its own when experts are ordered again. The budget, a sixth of what the largest rank owns here,"
-            " is planned for between two iterations, once the first ones have been measured and when it changes by a"
-            " fifth: the one part of the control plane that takes a rank seconds, and more with each rank of the job."
-            " With thousands of ranks give `--moe-ckpt-window` a number.",
+            "CPU of one rank, experts in an order by tokens. The next window is planned on another thread, beside the"
+            " last iteration of this one: a fixed size where experts are ordered again; and by the budget, a sixth of"
+            " what the largest rank owns here, where that changes by a fifth. Training waits for the rest where it takes"
+            " longer, and for the first window, once three iterations were measured. It is the one part of the control"
+            " plane that takes a rank seconds, and more with each rank of the job: with thousands of them give"
+            " `--moe-ckpt-window` a number.",
         ]
         lines += ["", row("ranks", "buckets", "2 iterations, s", "by budget, s", "iterations"), rule(5)]
     for ranks, told in planned:

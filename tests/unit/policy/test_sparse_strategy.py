@@ -170,18 +170,45 @@ def test_the_order_of_a_window_is_found_by_another_thread_while_the_one_before_e
     assert len(made) == 1 and before is not None
 
 
-def test_plans_are_the_same_whether_another_thread_was_in_time_or_not() -> None:
+def test_a_window_of_another_size_is_found_ahead_of_its_first_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of ranks it takes seconds to find."""
+    made: list[object] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        made.append(options)
+        return timetable(*arguments, **options)
+
+    monkeypatch.setattr(f"{Timetable.__module__}.timetable", noted)
+    strategy = Sparse(job_of(auto()))
+    for iteration in range(1, 6):
+        first = strategy.plan(iteration)
+        strategy.throughput_measured(Throughput(1.0, 1e6))
+    assert first is not None and strategy.buffer_specs()[0].own == 3 and len(made) == 1
+    for _ in range(16):
+        strategy.throughput_measured(Throughput(1.0, 100.0))
+    work = strategy.ahead()
+    assert work is not None and len(made) == 1
+    work()
+    assert len(made) == 2
+    assert strategy.plan(6) is not None and strategy.buffer_specs()[0].own > 3
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("window", ["2", "auto"])
+def test_plans_are_the_same_whether_another_thread_was_in_time_or_not(window: str) -> None:
     """All ranks have to plan alike, and on some of them it will not be."""
-    strategies = [Sparse(job_of(replace(CONFIG, ordering="popularity", window="2"))) for _ in range(2)]
+    strategies = [Sparse(job_of(replace(CONFIG, ordering="popularity", window=window))) for _ in range(2)]
     plans: list[list[SnapshotPlan | None]] = [[], []]
-    for iteration in range(1, 16):
+    for iteration in range(1, 26):
         for one, found in zip(strategies, plans, strict=True):
             found.append(one.plan(iteration))
             work = one.ahead()
             if work is not None and one is strategies[0]:
                 work()
             one.on_token_counts(iteration, SKEWED if iteration // 3 % 2 else EVEN)
+            one.throughput_measured(Throughput(1.0, 100.0 * (2 + iteration % 5)))
     assert plans[0] == plans[1]
+    assert len({one.buffer_specs() for one in strategies}) == 1
     assert strategies[0].order_changes == strategies[1].order_changes > 2
 
 

@@ -12,7 +12,7 @@ from ...policy.tracking import PLACES
 from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
 from ..interval_policy import Costs, cut
-from .windows import Budget, Popularity, Reordering, Timetable, as_full, larger_window, ordering_of, timetable
+from .windows import Budget, NextTimetable, Popularity, Timetable, as_full, larger_window, ordering_of, timetable
 
 KIND = "window"
 AUTO = "auto"
@@ -152,7 +152,7 @@ class Sparse(Strategy):
         self._windows = _Windows()
         self._table: Timetable | None = None
         self._former: Timetable | None = None
-        self._reordering: Reordering | None = None
+        self._next: NextTimetable | None = None
         self._log_windows = PLACES
         if self._fixed is not None:
             self._table = timetable(job, {}, window=self._fixed)
@@ -191,16 +191,16 @@ class Sparse(Strategy):
         return self._with_constants(plan, last_iteration=begun.span[-1])
 
     def ahead(self) -> Callable[[], None] | None:
-        """The order of the next window, once the last snapshot of this one is planned, from the counts by then."""
-        begun, table = self._windows.begun[-1:], self._table
-        if not begun or begun[0].planned < begun[0].window.size or not self._may_reorder or table is None:
+        """The next window, once the last snapshot of this one is planned, from what all ranks know by then."""
+        begun = self._windows.begun[-1:]
+        if not begun or begun[0].planned < begun[0].window.size or self._gave_up:
             return None
-        reordering = self._reordering = Reordering(self._job, self._popularity, table)
+        coming = self._next = self._next_timetable()
 
-        def order() -> None:
-            reordering()
+        def find() -> None:
+            coming()
 
-        return order
+        return find if coming.reorders or coming.budget_bytes is not None else None
 
     @property
     def _may_reorder(self) -> bool:
@@ -270,7 +270,7 @@ class Sparse(Strategy):
             fault_iteration: The newest iteration that is known to have ended before the fault.
         """
         plan = super().resumed(plan, data, fault_iteration)
-        self._windows, self._reordering = _Windows(), None
+        self._windows, self._next = _Windows(), None
         self._budget = self._budget.from_data(data["budget"])
         if data["ordering"] == self._ordering:
             self._popularity = self._popularity.from_data(data["popularity"])
@@ -319,26 +319,25 @@ class Sparse(Strategy):
         """
         if self._gave_up:
             return
-        table, reordering = self._table, self._reordering
-        self._former, self._reordering = table, None
-        window, reordered = table.size if table else None, None
-        if table is not None and self._may_reorder:
-            if reordering is None or reordering.table is not table:
-                reordering = Reordering(self._job, self._popularity, table)
-            reordered = reordering()
-            if reordered is not None:
-                self._popularity = self._popularity.reordered(reordering.known)
-                self.order_changes += 1
-        if self._fixed is None:
-            budget_bytes = self._budget.calls_for_another()
-            if budget_bytes is not None:
-                self._budget = self._budget.decided(budget_bytes)
-                needed = table if table and table.is_needed(budget_bytes) else self._timetable(None)
-                if needed.size != window:
-                    self._table, self._log_windows = needed, PLACES
-                    return
+        table, coming = self._table, self._next
+        self._former, self._next = table, None
+        if coming is None or coming.table is not table:
+            coming = self._next_timetable()
+        reordered, needed = coming()
         if reordered is not None:
+            self._popularity = self._popularity.reordered(coming.known)
+            self.order_changes += 1
+        if coming.budget_bytes is not None:
+            self._budget = self._budget.decided(coming.budget_bytes)
+        if needed is not None and (table is None or needed.size != table.size):
+            self._table, self._log_windows = needed, PLACES
+        elif reordered is not None:
             self._table = reordered
+
+    def _next_timetable(self) -> NextTimetable:
+        budget_bytes = self._budget.calls_for_another() if self._fixed is None else None
+        reorders = self._may_reorder
+        return NextTimetable(self._job, self._popularity, self._table, reorders=reorders, budget_bytes=budget_bytes)
 
     def _timetable(self, window: int | None) -> Timetable:
         return timetable(self._job, self._popularity.last, window=window, budget_bytes=self._budget.decided_bytes)

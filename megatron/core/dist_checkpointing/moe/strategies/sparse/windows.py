@@ -132,25 +132,43 @@ def timetable(job: Job, counts: Counts, *, window: int | None = None, budget_byt
     )
 
 
-class Reordering:
-    """Whether operators are ordered again for the next window, and its timetable; computed at the first call.
+class NextTimetable:
+    """What takes effect with the next window, operators in another order or another size; computed at the first call.
 
     Two threads may call it at once: both find the same.
+
+    Args:
+        job: The job, with the operators that each rank owns and their sizes.
+        known: Which experts were used how much.
+        table: Of the window under way, if any.
+        reorders: Whether operators may be ordered again.
+        budget_bytes: What the size is chosen for; None: it stays.
     """
 
-    def __init__(self, job: Job, known: Popularity, table: Timetable) -> None:
+    def __init__(
+        self, job: Job, known: Popularity, table: Timetable | None, *, reorders: bool, budget_bytes: int | None
+    ) -> None:
         self._job, self.known, self.table = job, known, table
-        self._found: tuple[Timetable | None] | None = None
+        self.reorders, self.budget_bytes = reorders, budget_bytes
+        self._found: tuple[Timetable | None, Timetable | None] | None = None
 
-    def __call__(self) -> Timetable | None:
-        """The timetable in another order; None where experts are used as before."""
+    def __call__(self) -> tuple[Timetable | None, Timetable | None]:
+        """In another order, None where experts are used as before; for the budget, None without one."""
         if self._found is None:
-            config, found = self._job.config, None
-            if self.known.has_changed(config.reorder_threshold, config.reorder_fraction):
-                found = timetable(self._job, self.known.reordered(self.known).last, window=self.table.size)
-                _ = found.buffer_specs  # asked for next
-            self._found = (found,)
-        return self._found[0]
+            config, last, table, budget_bytes = self._job.config, self.known.last, self.table, self.budget_bytes
+            reordered, needed = None, None
+            changed = self.reorders and self.known.has_changed(config.reorder_threshold, config.reorder_fraction)
+            if changed and table is not None:
+                last = self.known.reordered(self.known).last
+                reordered = timetable(self._job, last, window=table.size)
+            if budget_bytes is not None:
+                needed = table
+                if table is None or not table.is_needed(budget_bytes):
+                    needed = timetable(self._job, last, budget_bytes=budget_bytes)
+            for found in (reordered, needed):
+                _ = found and found.buffer_specs  # asked for next
+            self._found = reordered, needed
+        return self._found
 
 
 def as_full(job: Job, counts: Counts) -> Timetable:
