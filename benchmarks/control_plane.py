@@ -665,7 +665,7 @@ def report(result: dict[str, Any]) -> list[str]:
             "",
             "CPU of one rank, experts in an order by tokens. The next window is planned on another thread, beside the"
             " last iteration of this one: a fixed size where experts are ordered again; and by the budget, a sixth of"
-            " what the largest rank owns here, where that changes by a fifth. Training waits for the rest where it takes"
+            " what the largest rank owns here, where that changes by a fifth. Training waits for it where it takes"
             " longer, and for the first window, once three iterations were measured. It is the one part of the control"
             " plane that takes a rank seconds, and more with each rank of the job: with thousands of them give"
             " `--moe-ckpt-window` a number.",
