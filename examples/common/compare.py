@@ -13,7 +13,7 @@ from pathlib import Path
 
 LAST = 5
 """Iterations whose mean loss counts as the loss at the end."""
-HEAD = re.compile(r"(recovered iteration \d+ .*) in \S+ s( \(\w+ rollback\)):")
+HEAD = re.compile(r"(recovered iteration \d+ .* \(\w+ rollback\)); state restored in \S+ s:")
 DETAIL = re.compile(r"  (?:not local|stages?|window|ranks|lost in|proportion)\b")
 
 

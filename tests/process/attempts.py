@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -95,4 +96,4 @@ def recovered(outcome: Outcome) -> list[str]:
             break
         elif table:
             table.append(line)
-    return [line.split(" in ")[0] for line in table]
+    return [re.split(r" in | \(\w+ rollback\)", line)[0] for line in table]

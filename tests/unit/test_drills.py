@@ -164,9 +164,9 @@ def test_timelines_of_recoveries_are_told_apart_from_reports_and_half_a_line_is_
 
 def test_recoveries_are_counted_by_their_scope() -> None:
     log = (
-        "recovered iteration 6 exactly in 0.08 s (global rollback):\n  own memory\n"
-        "recovered iteration 9 exactly in 1.08 s (local rollback):\n"
-        "recovered iteration 12 exactly in 0.07 s (local rollback):\nloaded checkpoint from /there\n"
+        "recovered iteration 6 exactly (global rollback); state restored in 0.08 s:\n  own memory\n"
+        "recovered iteration 9 exactly (local rollback); state restored in 1.08 s:\n"
+        "recovered iteration 12 exactly (local rollback); state restored in 0.07 s:\nloaded checkpoint from /there\n"
     )
     assert recoveries_in(log) == {"checkpoint": 1, "global": 1, "local": 2}
     assert recoveries_in(" successfully loaded checkpoint from x [ t 1/1 ] at iteration 4\n") == {"checkpoint": 1}

@@ -37,11 +37,11 @@ def columns(line: str) -> list[str]:
 
 
 def test_the_first_line_says_where_training_continues_and_how_long_it_took() -> None:
-    assert lines()[0] == "recovered iteration 4 exactly in 0.26 s (global rollback):"
+    assert lines()[0] == "recovered iteration 4 exactly (global rollback); state restored in 0.26 s:"
 
 
 def test_a_recovery_that_loses_tokens_is_not_called_exact() -> None:
-    assert lines(lost_tokens={ONE: 3})[0].startswith("recovered iteration 4 with lost tokens in")
+    assert lines(lost_tokens={ONE: 3})[0].startswith("recovered iteration 4 with lost tokens (")
 
 
 def test_ranks_with_the_same_source_share_a_line_that_counts_their_operators() -> None:
@@ -138,7 +138,7 @@ def test_a_local_recovery_says_who_replayed_from_whose_logs_and_who_ran_nothing_
     plan = RecoveryPlan(6, Scope.LOCAL, (replayed,), (), roll_forward=(1,))
     table = RecoveryTable(plan, NODES, windows={4: range(4, 6)}, stages=2)
     assert list(table.lines())[:4] == [
-        "recovered iteration 6 exactly in 0.00 s (local rollback):",
+        "recovered iteration 6 exactly (local rollback); state restored in 0.00 s:",
         "  stage 1 (ranks 2-3), window 4 to 5: restored iteration 4, then replayed 5 to 6 with up to 1 operators"
         " frozen, fed from the logs of stage 0",
         "  stage 0 (ranks 0-1): resumed from parked state, ran nothing again",
@@ -175,14 +175,14 @@ def test_what_was_compared_with_nothing_is_named_and_the_state_not_called_exact(
     how = Exactness(unverified=(Unverified((1,), (5, 6)),))
     plan = RecoveryPlan(6, Scope.LOCAL, segments, ())
     first, second, *_ = RecoveryTable(plan, (0,) * 4, duration_s=0.5, stages=2, exactness=how).lines()
-    assert first == "recovered iteration 6 unverified in 0.50 s (local rollback):"
+    assert first == "recovered iteration 6 unverified (local rollback); state restored in 0.50 s:"
     assert second.startswith("  not verified: stage 1 (ranks 2-3), iterations 5-6: nothing is recorded")
 
 
 def test_a_tolerance_is_said_in_place_of_exactly() -> None:
     plan = RecoveryPlan(6, Scope.GLOBAL, (), ())
     (first, *_) = RecoveryTable(plan, NODES, exactness=Exactness(tolerance=0.001)).lines()
-    assert first.startswith("recovered iteration 6 within tolerance 0.001 of the recorded losses in 0.00 s")
+    assert first.startswith("recovered iteration 6 within tolerance 0.001 of the recorded losses (global rollback)")
 
 
 def test_replays_that_diverged_before_are_told_with_what_is_trained_again() -> None:

@@ -259,8 +259,8 @@ class RecoveryTable:
     def lines(self) -> Iterator[str]:
         """The table, one line each."""
         plan = self.plan
-        how = f"{self.duration_s:.2f} s ({plan.scope.value} rollback)"
-        yield f"recovered iteration {plan.target} {self.came_out} in {how}:"
+        how = f"({plan.scope.value} rollback); state restored in {self.duration_s:.2f} s"
+        yield f"recovered iteration {plan.target} {self.came_out} {how}:"
         for text in self.diverged:
             yield f"  diverged before: {text}"
         if self.diverged and self.again:
