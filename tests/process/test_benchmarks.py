@@ -104,6 +104,7 @@ PAGES = {
     "every_iteration": "every-iteration.md",
     "slow_links": "slow-links.md",
     "recovery": "recovery.md",
+    "replica_loss": "replica-loss.md",
     "localized_recovery": "localized-recovery.md",
     "planned_kills": "planned-kills.md",
     "memory_peaks": "memory-peaks.md",
