@@ -305,7 +305,7 @@ def load_of(ordered: Sequence[OperatorId], sizes: Sizes) -> Items:
     return Items([size.full_bytes for size in known], [size.weights_bytes for size in known], range(len(known)))
 
 
-@lru_cache(maxsize=1 << 16)  # lanes are alike, and a new order of equal operators gives the same positions
+@lru_cache(maxsize=256)  # lanes are alike, and a new order of equal operators gives the same positions
 def _partition(
     full: tuple[int, ...],
     weights: tuple[int, ...],
@@ -340,6 +340,7 @@ class _Lanes[AnyLane: tuple[int, ...]]:
             apart.setdefault(_last(shared, mine[0]), []).append(lane)
         self._apart = list(apart.values())
         self._alone: dict[AnyLane, tuple[int, bool]] = {}
+        self._packed: dict[tuple[Any, ...], Groups] = {}  # of thousands of lanes, for as long as they are planned
         self.needed = 0  # the largest window of a lane alone, as far as looked at
         self.need(self._apart[0][0])
 
@@ -353,8 +354,10 @@ class _Lanes[AnyLane: tuple[int, ...]]:
 
     def _groups(self, load: Items, window: int | None, pinned: Mapping[int, int]) -> Groups:
         if window is None or len(pinned) < len(load):
-            pins = tuple(pinned.items())
-            return _partition(tuple(load.full), tuple(load.weights), self._budget_bytes, window, pins)
+            given = tuple(load.full), tuple(load.weights), self._budget_bytes, window, tuple(pinned.items())
+            if given not in self._packed:
+                self._packed[given] = _partition(*given)
+            return self._packed[given]
         steps: list[list[int]] = [[] for _ in range(window)]
         for index, step in pinned.items():
             steps[step].append(index)
