@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_served_any_more_where_a_rank_is_lost_before_all_know_the_servers(tmp_path: Path) -> None:
-    store, calls = filled(tmp_path / "a", 0, SHARE), iter(range(2))
+    store, calls, before = filled(tmp_path / "a", 0, SHARE), iter(range(2)), set(threading.enumerate())
 
     class Breaking(FakeTransport):
         def gather(self, value: Json) -> list[Json]:
@@ -142,10 +143,40 @@ def test_nothing_is_served_any_more_where_a_rank_is_lost_before_all_know_the_ser
     transport: Any = Breaking(Ranks(2), 0)
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         SurvivingMemory(store, store.directory, "a", lambda manifest: True, transport, "127.0.0.1", 5.0)
-    for thread in [one for one in threading.enumerate() if one.name == "moe-ckpt-records"]:
+    for thread in set(threading.enumerate()) - before:
         thread.join(20)
         assert not thread.is_alive()
     store.close()
+
+
+def test_a_server_ends_though_its_descriptor_could_be_given_to_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, before = filled(tmp_path / "a", 0, SHARE), set(threading.enumerate())
+    is_first, is_second, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def arrive(*arrived: object) -> None:
+        if is_first.is_set():
+            is_second.set()
+            is_closed.wait(20)
+        is_first.set()
+
+    monkeypatch.setattr(RecordServer, "_arrive", arrive)
+    server = RecordServer(store.open, "127.0.0.1", 5.0)
+    (thread,) = set(threading.enumerate()) - before
+    address, port, secret = server.place.split()
+    slow = socket.create_connection((address, int(port)), timeout=20)
+    fast = RemoteRecords(0, server.place, 5.0)
+    assert is_first.wait(20)
+    slow.sendall(bytes.fromhex(secret))  # heard in a turn of its own, in which nobody is accepted
+    assert is_second.wait(20)
+    server.close()
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
+    is_closed.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    for one in (slow, fast, *silent, store):
+        one.close()
 
 
 def test_what_belongs_to_another_layout_keeps_its_memory_until_it_is_freed(tmp_path: Path) -> None:

@@ -209,10 +209,13 @@ class Greeting:
         self._port = listener.getsockname()[1]
 
     def run(self) -> None:
-        """Greet until the listener is shut down."""
+        """Greet until the listener is shut down, and close it.
+
+        Nobody else may close it: this thread would wait for good where another file got the number that it polls.
+        """
         self._listener.setblocking(False)
         # `poll`, whose list is this process's own: a forked child would share that of `epoll`.
-        with selectors.PollSelector() as self._selector:
+        with self._listener, selectors.PollSelector() as self._selector:
             self._selector.register(self._listener, selectors.EVENT_READ)
             try:
                 while True:
