@@ -435,7 +435,7 @@ def agreements(job: PlayedJob) -> dict[str, Callable[[int, Any], Any]]:
         gather(dict.fromkeys(job.operators(rank), OperatorSize(nbytes, nbytes)), transport)
 
     def gather(own: Mapping[OperatorId, OperatorSize], transport: Any) -> None:
-        gathered_sizes(cast("Any", Shards(own)), transport)
+        gathered_sizes(cast("Any", Shards(own)), transport, of_all=True)
 
     cut = {overlaps: BucketShards(job.shape, topology, overlaps=overlaps) for overlaps in (False, True)}
 
@@ -639,9 +639,10 @@ def report(result: dict[str, Any]) -> list[str]:
         "",
         "## What ranks agree on beside them",
         "",
-        "On rank 0, the root of the tree. Sizes, room and names once for each start of a process; a failure some ten"
-        " times then, and once for each iteration that is run again; the timeline once a recovery. `before`: at"
-        " 0ee52bef, where each rank got and parsed what all others have.",
+        "On rank 0, the root of the tree. Room and names once for each start of a process, and sizes where a strategy"
+        " plans from them, which `full` does not; a failure some ten times then, and once for each iteration that is"
+        " run again; the timeline once a recovery. `before`: at 0ee52bef, where each rank got and parsed what all"
+        " others have.",
         "",
         row("ranks", "", "messages", "kB received", "CPU, ms", "kB before", "CPU before, ms"),
         rule(7),
@@ -666,9 +667,9 @@ def report(result: dict[str, Any]) -> list[str]:
             "",
             "CPU of one rank, experts in an order by tokens. The next window is planned on another thread, beside the"
             " last iteration of this one: a fixed size where experts are ordered again; and by the budget, a sixth of"
-            " what the largest rank owns here, where that changes by a fifth. Training waits for it where it takes"
-            " longer, and for the first window, once three iterations were measured. It is the one part of the control"
-            " plane that takes a rank seconds, and more with each rank of the job: with thousands of them give"
+            " what the largest rank owns here, where that changes by a fifth; the first one beside the iteration after"
+            " three were measured. Training waits for it where it takes longer. It is the one part of the control plane"
+            " that takes a rank seconds, and more with each rank of the job: with thousands of them give"
             " `--moe-ckpt-window` a number.",
         ]
         lines += ["", row("ranks", "buckets", "2 iterations, s", "by budget, s", "iterations"), rule(5)]

@@ -142,9 +142,10 @@ class Rank:
         self._config, self._told = simulation.config, simulation.told
         self._control, self._data = ports.transport("control", 20.0), ports.transport("data", 5.0)
         topology = Topology(RANKS, ep=2, nodes=simulation.nodes(ports.start))
-        sizes = gathered_sizes(ports.capturer, self._control)
+        kind = STRATEGIES[self._config.strategy]
+        sizes = gathered_sizes(ports.capturer, self._control, of_all=kind.plans_by_sizes)
         self._job = Job(self._config, OPERATORS, topology, 64, simulation.iterations, topk=2, sizes=sizes)
-        self._strategy = STRATEGIES[self._config.strategy](self._job)
+        self._strategy = kind(self._job)
         placement = place_replicas(topology, self._config.replicas or 0)
         self._peers, self._owners = placement.peers[rank], placement.kept_by[rank]
         self._persistent = ports.persistent if self._config.persist_dir else None

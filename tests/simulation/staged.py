@@ -124,7 +124,7 @@ class StagedRank:
         self._train = ports.transport("train", 30.0)
         topology = self._topology = job.topology(ports.start)
         operators = tuple(sorted(one for stage in range(job.stages) for one in operators_of(stage)))
-        sizes = gathered_sizes(ports.capturer, self._control)
+        sizes = gathered_sizes(ports.capturer, self._control, of_all=True)
         self._job = Job(job.config, operators, topology, 64, job.iterations, topk=2, sizes=sizes)
         self._strategy = STRATEGIES["sparse"](self._job)
         placement = place_replicas(topology, job.replicas)

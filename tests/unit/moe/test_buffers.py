@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import (
     operator_sizes,
     segment_sizes,
 )
-from megatron.core.dist_checkpointing.moe.strategies import BufferSpec
+from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, BufferSpec
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
@@ -85,7 +85,7 @@ def test_sizes_of_operators_are_those_of_their_records(capturer: FakeCapturer) -
     whole = SnapshotPlan(0, {OPERATORS[0]: Part.MASTER_AND_MOMENTS})
     assert sizes[OPERATORS[0]].full_bytes == sum(one.nbytes for one in capturer.layout(whole).fields)
     assert sizes[OPERATORS[0]] == OperatorSize(12 * 512, 2 * 512)
-    assert gathered_sizes(capturer, Alone()) == {0: sizes}  # type: ignore[arg-type]
+    assert gathered_sizes(capturer, Alone(), of_all=True) == {0: sizes}  # type: ignore[arg-type]
 
 
 def test_ranks_with_the_same_operators_and_sizes_are_told_once(capturer: FakeCapturer) -> None:
@@ -93,9 +93,17 @@ def test_ranks_with_the_same_operators_and_sizes_are_told_once(capturer: FakeCap
     other = FakeCapturer(FakeModel(world, 0, spread(OPERATORS[:3], 0, 2, numel=64)), world)
     mine, its = operator_sizes(capturer), operator_sizes(other)
     capturers = [other, capturer, other, capturer, capturer]
-    found = on_ranks(*(lambda transport, one=one: gathered_sizes(one, transport) for one in capturers))
+    found = on_ranks(*(lambda transport, one=one: gathered_sizes(one, transport, of_all=True) for one in capturers))
     assert found[:3] == [{0: its, 1: mine}, {0: its, 1: mine}, {0: its, 1: mine, 2: its}]
     assert [list(one) for one in found] == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4]]
+
+
+def test_nobody_is_asked_for_sizes_that_nothing_follows_from(capturer: FakeCapturer) -> None:
+    class Silent:
+        rank = 5
+
+    assert gathered_sizes(capturer, Silent(), of_all=False) == {5: operator_sizes(capturer)}  # type: ignore[arg-type]
+    assert {name for name, one in STRATEGIES.items() if one.plans_by_sizes} == {"sparse", "pec", "selective"}
 
 
 @pytest.mark.parametrize("owners_agree", [True, False])

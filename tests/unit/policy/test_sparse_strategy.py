@@ -181,16 +181,20 @@ def test_a_window_of_another_size_is_found_ahead_of_its_first_snapshot(monkeypat
     monkeypatch.setattr(f"{Timetable.__module__}.timetable", noted)
     strategy = Sparse(job_of(auto()))
     for iteration in range(1, 6):
-        first = strategy.plan(iteration)
+        assert strategy.plan(iteration) is None
+        work = strategy.ahead()
         strategy.throughput_measured(Throughput(1.0, 1e6))
-    assert first is not None and strategy.buffer_specs()[0].own == 3 and len(made) == 1
+    assert work is not None and not made
+    work()
+    assert len(made) == 1
+    assert strategy.plan(6) is not None and strategy.buffer_specs()[0].own == 3 and len(made) == 1
     for _ in range(16):
         strategy.throughput_measured(Throughput(1.0, 100.0))
     work = strategy.ahead()
     assert work is not None and len(made) == 1
     work()
     assert len(made) == 2
-    assert strategy.plan(6) is not None and strategy.buffer_specs()[0].own > 3
+    assert strategy.plan(7) is not None and strategy.buffer_specs()[0].own > 3
     assert len(made) == 2
 
 

@@ -150,7 +150,7 @@ class ProtectedSession(Session):
         What cannot be repeated or replayed is refused before it is needed, and before any memory is taken.
         """
         config, training = self.config, self.training
-        model = model_operators(training.chunks)
+        model, capturer, chosen = model_operators(training.chunks), self.state.capturer, STRATEGIES[config.strategy]
         # Some of these arguments are collectives: they are evaluated in this order on all ranks.
         self.job = Job(
             config,
@@ -160,11 +160,11 @@ class ProtectedSession(Session):
             training.iterations,
             training.topk,
             tied_embeddings=self.state.copies_embeddings,
-            sizes=gathered_sizes(self.state.capturer, self.control),
+            sizes=gathered_sizes(capturer, self.control, of_all=chosen.plans_by_sizes),
             drops_tokens=bool(self.control.total([int(drops_tokens(training.chunks))])[0]),
-            unchanging=gathered_unchanging(self.state.unchanging, self.state.capturer.operators, model, self.control),
+            unchanging=gathered_unchanging(self.state.unchanging, capturer.operators, model, self.control),
         )
-        self.strategy: Strategy = self._together(lambda: STRATEGIES[config.strategy](self.job))
+        self.strategy: Strategy = self._together(lambda: chosen(self.job))
         placement = self._together(lambda: replicas_placed(config, self.topology))
         self.peers, self.owners = placement.peers[self._rank], placement.kept_by[self._rank]
         for extension in self._extensions:

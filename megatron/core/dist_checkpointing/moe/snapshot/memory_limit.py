@@ -91,14 +91,19 @@ def fit_memory(memory: MappedStore, sizes: Sequence[int], transport: Transport) 
     return bool(done), why
 
 
-def gathered_sizes(capturer: Capturer, transport: Transport) -> dict[int, dict[OperatorId, OperatorSize]]:
-    """What `operator_sizes` gives, by rank: here, and on the lowest of the ranks that have the same; a collective.
+def gathered_sizes(
+    capturer: Capturer, transport: Transport, *, of_all: bool
+) -> dict[int, dict[OperatorId, OperatorSize]]:
+    """What `operator_sizes` gives, by rank: here, and on the lowest of the ranks that have the same.
 
     Args:
         capturer: Gives the layouts of this rank.
         transport: To all ranks.
+        of_all: Whether other ranks are asked, in a collective: all ranks say the same.
     """
     sizes = operator_sizes(capturer)
+    if not of_all:
+        return {transport.rank: sizes}
     # On its way up the tree a row stays as it was encoded: those of replicas are equal to the byte.
     own = msgspec.msgpack.encode(
         [(one.layer, one.kind.value, one.expert, size.full_bytes, size.weights_bytes) for one, size in sizes.items()]

@@ -49,8 +49,8 @@ class Job:
 
     operators: all of the model, ascending. tokens_per_iteration: input tokens of one iteration of the whole job.
     iterations: of the whole training. topk: experts per token. tied_embeddings: first and last stage share them.
-    sizes: bytes of what ranks own of each of their operators, of those with the same this one and the lowest; empty
-    where they are not known.
+    sizes: bytes of what ranks own of each of their operators: of this one, and where the strategy `plans_by_sizes` of
+    all, for those with the same of the lowest; empty where they are not known.
     drops_tokens: whether routers drop tokens beyond a capacity that can differ from expert to expert. unchanging:
     operators that training leaves as they are (`--freeze-experts`).
     """
@@ -190,6 +190,9 @@ class Strategy(ABC):
 
     places: int = PLACES
     """Of how many snapshots memory holds pieces of one kind: the `own` segments of each."""
+
+    plans_by_sizes: ClassVar[bool] = False
+    """Whether `Job.sizes` has those of all ranks, some megabytes of 16,384: plans follow from them."""
 
     selects: ClassVar[bool] = False
     """Whether a snapshot may hold the state of some experts and not that of others."""

@@ -35,6 +35,7 @@ class Lossy(Strategy):
 
     counts_tokens = True
     selects = True
+    plans_by_sizes = True
 
     def __init__(self, job: Job, *, levels: Collection[Level] = TWO_LEVELS, threshold: float | None = None) -> None:
         """levels: at which copies are told apart. threshold: the PLT that must not be exceeded."""

@@ -114,6 +114,7 @@ class Sparse(Strategy):
     """
 
     replays = True
+    plans_by_sizes = True
     settings = ("window", "ordering", "reorder_", "replay_")
 
     @classmethod
@@ -191,9 +192,13 @@ class Sparse(Strategy):
         return self._with_constants(plan, last_iteration=begun.span[-1])
 
     def ahead(self) -> Callable[[], None] | None:
-        """The next window, once the last snapshot of this one is planned, from what all ranks know by then."""
+        """The next window, once the last snapshot of this one is planned, from what all ranks know by then.
+
+        The first one as well: it begins an iteration after it could have been found.
+        """
         begun = self._windows.begun[-1:]
-        if not begun or begun[0].planned < begun[0].window.size or self._gave_up:
+        is_over = begun[0].planned == begun[0].window.size if begun else self._table is None
+        if not is_over or self._gave_up:
             return None
         coming = self._next = self._next_timetable()
 
