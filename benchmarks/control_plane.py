@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from operator import or_
 from pathlib import Path
@@ -19,9 +19,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 from bucket_shards import BucketShards
 from harness import Benchmark, row, rule, start, where
+from played_collectives import (
+    Came,
+    CollectiveRecorder,
+    Exchanged,
+    Merged,
+    MergedBytes,
+    PlayedNumbers,
+    PlayedTransport,
+    Stopped,
+    following,
+)
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -34,7 +44,6 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import InventoryRow
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import Findings, LocalInventory
 from megatron.core.dist_checkpointing.moe.recovery.timeline import Milestone, Timestamps, gather_timeline
 from megatron.core.dist_checkpointing.moe.replication.agreement import merged, of_first, raise_on_all_ranks
-from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
 from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces
 from megatron.core.dist_checkpointing.moe.snapshot.memory_limit import NodeMemory, gathered_sizes
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job
@@ -62,8 +71,6 @@ MOST_CPU_S, MOST_BYTES, LARGE = 0.05, 200_000, 512
 SIZES = {8: (2, 4), 64: (4, 16), 512: (8, 64), 4096: (16, 64), 16384: (16, 64)}
 """Pipeline stages and expert-parallel ranks, by the number of ranks."""
 WINDOW, FIRST, REPLICAS = 6, 100, 2
-LATENCY_S, BYTES_PER_S = 50e-6, 3e9
-"""Of a message between two nodes, and of the network of one rank."""
 COUNTS = {"statuses": 0, "statuses, tokens of 58 layers with 256 experts": 58 * 256}
 """Numbers that an iteration adds up, beside what it says of copies and pieces."""
 REAL = (
@@ -96,68 +103,6 @@ BEFORE_AGREEMENTS = {
     "sizes of operators, alike on replicas": ("9520.4", "1980.66"),
 }
 """Of the largest job: kB received and CPU in ms, of each rank, at 0ee52bef."""
-FRAME_BYTES = 1032
-"""Of the first message of a value, as `replication.tcp` sends it; what is longer takes a second one."""
-
-
-@dataclass
-class Traffic:
-    """What one rank received and sent, and how long that takes where nobody is late."""
-
-    messages: int = 0
-    received_bytes: int = 0
-    peers: set[int] = field(default_factory=set)
-    seconds: float = 0.0
-
-    def hears(self, other: int, nbytes: int) -> None:
-        """A value comes from another rank."""
-        self.messages += 1 + (nbytes > FRAME_BYTES)
-        self.received_bytes += max(nbytes, FRAME_BYTES)
-        self.peers.add(other)
-        self.seconds += LATENCY_S + max(nbytes, FRAME_BYTES) / BYTES_PER_S
-
-    def tells(self, other: int, nbytes: int) -> None:
-        """A value goes to another rank."""
-        self.messages += 1 + (nbytes > FRAME_BYTES)
-        self.peers.add(other)
-
-
-class PlayedTransport(TcpTransport):
-    """The real transport of one rank, without sockets: what arrives was made before.
-
-    Args:
-        rank: The real one.
-        world_size: How many ranks there are.
-        collectives: In their order: values of runs of ranks, or what ranks exchange.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, collectives: Sequence[Merged[Any] | Exchanged | PlayedNumbers]
-    ) -> None:
-        self.rank, self.world_size, self.timeout_s, self.traffic = rank, world_size, 60.0, Traffic()
-        self.connections = cast("Any", self)
-        self._collectives, self.now = iter(collectives), cast("Any", None)
-
-    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
-        self.now = next(self._collectives)
-        return super().merge(value, combine)
-
-    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
-        self.now = next(self._collectives)
-        return super().exchange(outgoing)
-
-    def least_and_total(self, values: Sequence[int], added: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        self.now = next(self._collectives)
-        return super().least_and_total(values, added)
-
-    def _begin_to_tell(self, to: int, value: bytes) -> list[Any]:
-        self.traffic.tells(to, len(value))
-        return []
-
-    def _heard(self, source: int) -> bytes:
-        came: bytes = self.now.heard(self.rank, source, self.world_size)
-        self.traffic.hears(source, len(came))
-        return came
 
 
 class PlayedInventory(LocalInventory):
@@ -249,92 +194,6 @@ class PlayedJob:
         return self.strategy.recover(usable.inventory(), Lost(), self.topology, all_)
 
 
-class Merged[T]:
-    """The values of runs of ranks, each made once."""
-
-    def __init__(self, values: Sequence[T], combine: Callable[[T, T], T]) -> None:
-        self._values, self._combine = values, combine
-        self._known, self._sent = dict[tuple[int, int], T](), dict[tuple[int, int], bytes]()
-
-    def of(self, first: int, end: int) -> T:
-        """Of ranks first..end-1, combined as in the tree."""
-        if end - first == 1:
-            return self._values[first]
-        if (first, end) not in self._known:
-            half = 1 << ((end - first - 1).bit_length() - 1)
-            self._known[first, end] = self._combine(self.of(first, first + half), self.of(first + half, end))
-        return self._known[first, end]
-
-    def heard(self, rank: int, source: int, size: int) -> bytes:
-        """What a rank hears from one below it in the tree, or from the one above."""
-        run = (source, min(size, 2 * source - rank)) if source > rank else (0, size)
-        if run not in self._sent:
-            self._sent[run] = msgspec.msgpack.encode(self.of(*run))
-        return self._sent[run]
-
-
-class Exchanged:
-    """What each rank has for others, as it travels; sent: by source, then by rank."""
-
-    def __init__(self, sent: Mapping[int, Mapping[int, bytes]]) -> None:
-        self.sent = sent
-        self._passing: dict[int, dict[int, bytes]] = {}
-
-    def to(self, rank: int) -> list[tuple[int, bytes]]:
-        """What arrives in the end."""
-        return sorted((source, held[rank]) for source, held in self.sent.items() if rank in held)
-
-    def heard(self, rank: int, source: int, size: int) -> bytes:
-        """What a rank hears from the one some ranks before it."""
-        if rank not in self._passing:
-            moved: dict[int, list[tuple[int, int, bytes]]] = {1 << at: [] for at in range((size - 1).bit_length())}
-            for sender, held in self.sent.items():
-                for to, data in held.items():
-                    distance = (to - sender) % size
-                    for step, came in moved.items():
-                        # All lower bits of the way lie behind it then.
-                        if distance & step and (sender + (distance & (2 * step - 1))) % size == rank:
-                            came.append((to, sender, data))
-            self._passing[rank] = {step: msgspec.msgpack.encode(came) for step, came in moved.items()}
-        return self._passing[rank][(rank - source) % size]
-
-
-class _Stop(Exception):
-    pass
-
-
-class CollectiveRecorder:
-    """A transport on which a rank goes as far as collectives are known, and leaves what it has for the next one."""
-
-    def __init__(self, rank: int, world_size: int, known: Sequence[Any]) -> None:
-        self.rank, self.world_size, self._known = rank, world_size, iter(known)
-        self.left: Any = None
-        self.combine: Callable[[bytes, bytes], bytes] | None = None
-
-    def merge(self, value: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
-        """What all give, or the value is left, and what merges it."""
-        for known in self._known:
-            return cast("bytes", known)
-        self.left, self.combine = value, combine
-        raise _Stop
-
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The values of this rank, as if all had them, or how many they are is left."""
-        for _ in self._known:
-            return tuple(values)
-        self.left = len(values)
-        raise _Stop
-
-    total = least
-
-    def exchange(self, outgoing: Mapping[int, bytes]) -> list[tuple[int, bytes]]:
-        """What comes here, or all that goes out is left."""
-        for known in self._known:
-            return cast("list[tuple[int, bytes]]", known[self.rank])
-        self.left = dict(outgoing)
-        raise _Stop
-
-
 class Played:
     """A recovery of a job, all of whose ranks have given what they have."""
 
@@ -355,13 +214,13 @@ class Played:
             transport = CollectiveRecorder(rank, self.size, known)
             try:
                 self.job.planned(rank, self.job.findings(rank, transport), partial(self._leave, transport))
-            except _Stop:
+            except Stopped:
                 yield transport.left
 
     @staticmethod
     def _leave(transport: CollectiveRecorder, own: Digest) -> Digest:
         transport.left = own
-        raise _Stop
+        raise Stopped
 
     def real(self, rank: int, turns: int) -> dict[str, Any]:
         """One rank: the CPU of the fastest of some turns, for others use the machine too."""
@@ -384,14 +243,6 @@ class Played:
 
 def _together(transport: PlayedTransport, own: Digest) -> Digest:
     return merged(transport, own, Digest, or_)
-
-
-class MergedBytes(Merged[bytes]):
-    """Values that travel as they are."""
-
-    def heard(self, rank: int, source: int, size: int) -> bytes:
-        """As `Merged.heard`."""
-        return self.of(source, min(size, 2 * source - rank)) if source > rank else self.of(0, size)
 
 
 class Shards:
@@ -472,9 +323,9 @@ def agreement(ranks: int, work: Callable[[int, Any], Any], turns: int) -> dict[s
         turns: How often it is measured.
     """
     collectives, known = list[Any](), list[Any]()
-    while (last := _next(ranks, work, known)) is not None:
+    while (last := following(ranks, work, known)) is not None:
         collectives.append(last)
-        known.append(last.of(0, ranks) if isinstance(last, MergedBytes) else _Came(last))
+        known.append(last.of(0, ranks) if isinstance(last, MergedBytes) else Came(last))
     times = list[float]()
     for _ in range(turns + 1):  # the first one makes what arrives
         transport = PlayedTransport(0, ranks, collectives)
@@ -483,52 +334,6 @@ def agreement(ranks: int, work: Callable[[int, Any], Any], turns: int) -> dict[s
         times.append(time.thread_time() - begun_s)
     traffic = transport.traffic
     return {"cpu_s": min(times[1:]), "messages": traffic.messages, "bytes": traffic.received_bytes}
-
-
-class _Came:
-    """What was exchanged, by the rank that it came to."""
-
-    def __init__(self, exchanged: Any) -> None:
-        self._by_rank: dict[int, list[tuple[int, bytes]]] = {}
-        for source, held in exchanged.sent.items() if isinstance(exchanged, Exchanged) else ():
-            for to, data in held.items():
-                self._by_rank.setdefault(to, []).append((source, data))
-
-    def __getitem__(self, rank: int) -> list[tuple[int, bytes]]:
-        return self._by_rank.get(rank, [])
-
-
-def _next(
-    ranks: int, work: Callable[[int, Any], Any], known: Sequence[Any]
-) -> MergedBytes | Exchanged | PlayedNumbers | None:
-    """The collective that follows those that are known, of all ranks; None behind the last one."""
-    left: list[Any] = []
-    for rank in range(ranks):
-        transport = CollectiveRecorder(rank, ranks, known)
-        try:
-            work(rank, transport)
-            return None
-        except _Stop:
-            left.append(transport.left)
-        if isinstance(transport.left, int):
-            return PlayedNumbers(transport.left, 0)
-    return MergedBytes(left, transport.combine) if transport.combine else Exchanged(dict(enumerate(left)))
-
-
-def main() -> int:
-    """Exit code 1 where a rank takes more than it may."""
-    return BENCHMARK.run(__doc__, measured, report, is_within)
-
-
-class PlayedNumbers:
-    """What ranks compare and add: as many numbers on each, whatever they are."""
-
-    def __init__(self, compared: int, added: int) -> None:
-        self._data = np.array([compared, *[0] * (compared + added)], np.int64).tobytes()
-
-    def heard(self, rank: int, source: int, size: int) -> bytes:
-        """As `Merged.heard`."""
-        return self._data
 
 
 def iteration(rank: int, ranks: int, counts: int) -> dict[str, Any]:
@@ -679,6 +484,11 @@ def report(result: dict[str, Any]) -> list[str]:
     calls = "`tests/unit/pretrain/test_store_calls.py`"
     lines += ["", f"What nodes and ranks ask of the store while they meet is counted by {calls}."]
     return [*lines, "", "## 32 processes", "", *REAL]
+
+
+def main() -> int:
+    """Exit code 1 where a rank takes more than it may."""
+    return BENCHMARK.run(__doc__, measured, report, is_within)
 
 
 if __name__ == "__main__":
