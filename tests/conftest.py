@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,9 @@ TEST_CPU_S, FILE_CPU_S = 5.0, 20.0
 SHARED = 3.0
 """How many times as many CPU seconds the same work takes where others share cores and caches: then nothing fails."""
 
+LOOP_S = 0.037
+"""CPU seconds of a million additions on the machine of these limits: on a slower one they are longer."""
+
 DEARER = {
     "test_staged_recovery.py": "kills at many events of a simulated job, in place of as many real ones",
     "test_sparse_windows.py": "the same",
@@ -49,6 +54,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cpu_s() -> float:
     """Seconds that this process and its children that ended have computed: unlike a clock's, not those of others."""
     return sum(os.times()[:4])
+
+
+@cache
+def pace() -> float:
+    """How many times as long as on the machine of the limits the same work takes here, at least 1."""
+    times = list[float]()
+    for _ in range(3):
+        begun_s, total = time.thread_time(), 0
+        for one in range(250_000):
+            total += one
+        times.append(time.thread_time() - begun_s)
+    return max(1.0, 4 * min(times) / LOOP_S)
 
 
 class _Meter:
@@ -83,9 +100,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     test_s, file_s = cpu_s() - _Meter.test_s, cpu_s() - _Meter.file_s
     item.user_properties.append(("cpu_s", round(test_s, 2)))  # in `--junitxml`
     if _is_limited(item):
-        if test_s > SHARED * TEST_CPU_S and item.name not in DEARER:
+        if test_s > pace() * SHARED * TEST_CPU_S and item.name not in DEARER:
             pytest.fail(f"computed for {test_s:.1f} s, more than {TEST_CPU_S:.0f}: make it cheaper, or mark it `ci`")
-        if file_s > SHARED * FILE_CPU_S and item.path.name not in DEARER:
+        if file_s > pace() * SHARED * FILE_CPU_S and item.path.name not in DEARER:
             _Meter.file_s = float("inf")  # is told once
             pytest.fail(
                 f"the tests of {item.path.name} computed for {file_s:.1f} s, more than {FILE_CPU_S:.0f}: make them "

@@ -37,7 +37,7 @@ class Recorded:
         self.jobs: list[Job] = []
         self.plans: list[list[SnapshotPlan]] = []
 
-    def making(self, make: Callable[[Job], Strategy]) -> Callable[[Job], Strategy]:
+    def making(self, make: type[Strategy]) -> Callable[[Job], Strategy]:
         """`make`, with an eye on what the strategy plans."""
 
         def made(job: Job) -> Strategy:
@@ -54,6 +54,7 @@ class Recorded:
             self.plans.append(plans)
             return strategy
 
+        made.plans_by_sizes = make.plans_by_sizes  # type: ignore[attr-defined]
         return made
 
 

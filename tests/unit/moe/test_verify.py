@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from conftest import Content, Save
 
 CORRUPTIONS = 60
-INTACT = {"dense": 50, "chain": 50, "storage": 60, "memory": 60}
+INTACT = {"dense": 50, "chain": 30, "storage": 60, "memory": 60}
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
 
