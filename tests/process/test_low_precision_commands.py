@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
+from effort import cases
 from low_precision_rows import model
 from runs import Layout, flags
 from sparse_runs import LENGTH
@@ -59,7 +60,7 @@ class Source:
 
 @pytest.fixture(
     scope="module",
-    params=[row if row == "row 5" else pytest.param(row, marks=pytest.mark.full) for row in STATE],
+    params=cases(STATE, fast=(), full=STATE.keys() - {"row 5"}),
 )
 def source(
     request: pytest.FixtureRequest, engine_world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory

@@ -71,7 +71,7 @@ ELSEWHERE = {
 """Other tests train with these too."""
 
 
-@pytest.mark.parametrize("option", cases(OPTIONS, fast=("experts spread over tensor ranks",), full=ELSEWHERE))
+@pytest.mark.parametrize("option", cases(OPTIONS, fast=(), full=ELSEWHERE))
 def test_a_model_trains_and_continues_from_its_checkpoint_with(option: str, train: Train, tmp_path: Path) -> None:
     layout, text = OPTIONS[option]
     path, save = tmp_path / "metrics.jsonl", tmp_path / "save"

@@ -35,7 +35,7 @@ ATTENTION = (hooks.attention_emulated, partial(configured, fp8_dot_product_atten
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        pytest.param((*MXFP8, *OVERLAP), "MXFP8Tensor", id="overlapped"),
+        pytest.param((*MXFP8, *OVERLAP), "MXFP8Tensor", id="overlapped", marks=pytest.mark.ci),
         pytest.param(MXFP8, "MXFP8Tensor", id="at once", marks=pytest.mark.ci),
         pytest.param((*BLOCKWISE, *OVERLAP), "Float8BlockwiseQTensor", id="blockwise"),
         pytest.param((*NVFP4, *OVERLAP), "NVFP4Tensor", id="four bits"),

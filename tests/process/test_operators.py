@@ -62,10 +62,7 @@ SAMPLE = {
     "fp32, plain, tensor parallel, a dense layer",
 }
 """Each precision, optimizer, kind of parallelism and of layer; the others combine them in further ways."""
-FAST = (
-    "bf16, distributed, tied, virtual stages, overlap",
-    "bf16, distributed, experts whole on tensor ranks, some frozen",
-)
+FAST = ("bf16, distributed, experts whole on tensor ranks, some frozen",)
 CASES = cases(RUNS, fast=FAST, full=RUNS.keys() - SAMPLE)
 
 

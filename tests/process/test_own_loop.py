@@ -43,7 +43,8 @@ def killed_and_restarted(cluster: Cluster, strategy: str, fault: str) -> Iterato
         yield cluster.world.start(argv, RANKS, (), environments, LOOP / "protected.py").wait_or_restart()
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("full", marks=pytest.mark.ci), "sparse"])
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", ["full", "sparse"])
 def test_after_a_kill_every_loss_of_a_loop_of_ones_own_is_that_of_the_unprotected_loop(
     strategy: str, plain: dict[tuple[int, int], str], cluster: Cluster
 ) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from effort import cases
 from parking_hooks import KINDS, interrupted
 from runs import Layout, flags
 from world import World
@@ -48,7 +49,7 @@ REST = {
     "distributed, bf16, tensor parallel": Run(Layout(tp=2, ep=1), f"--bf16 {DROPOUT} --clip-grad 0"),
 }
 RUNS = SAMPLE | REST
-CASES = [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+CASES = cases(RUNS, fast=(), full=REST)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
         pytest.param(IN_TURN, "PERSISTENT", id="in-turn-from-storage", marks=pytest.mark.full),
         pytest.param(BY_LOAD, "PEER_MEMORY", id="by-load-from-peers", marks=pytest.mark.full),
         pytest.param(MOMENTS_ONLY, "PERSISTENT", id="moments-only", marks=pytest.mark.full),
-        pytest.param(UNBOUNDED, "OWN_MEMORY", id="five-faults"),
+        pytest.param(UNBOUNDED, "OWN_MEMORY", id="five-faults", marks=pytest.mark.ci),
         pytest.param(STORED, "PERSISTENT", id="five-faults-with-storage", marks=pytest.mark.full),
         pytest.param(BY_RISK, "OWN_MEMORY", id="selective-processes-lost", marks=pytest.mark.ci),
         pytest.param(BY_RISK_FROM_PEERS, "PEER_MEMORY", id="selective-nodes-lost", marks=pytest.mark.full),

@@ -111,6 +111,7 @@ def test_what_is_saved_has_sums_of_all_its_files_and_is_that_of_the_unprotected_
     assert_saved_as(plain, save)
 
 
+@pytest.mark.ci
 def test_a_background_save_holds_the_step_it_was_asked_for_though_training_continued(new_job, tmp_path: Path) -> None:
     plain, save, unprotected_job, job = tmp_path / "plain", tmp_path / "save", new_job(OVERLAPPED), new_job(OVERLAPPED)
     flags = ("--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
