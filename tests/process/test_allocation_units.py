@@ -16,7 +16,7 @@ UNITS = "aabbcc"
 """Of each node; the last two are spares."""
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_unit_of_two_nodes_that_loses_one_is_replaced_by_two_standbys(
     launch: Launch, corpus: str, cluster: Cluster
 ) -> None:

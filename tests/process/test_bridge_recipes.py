@@ -131,6 +131,7 @@ def test_a_moment_of_a_layer_that_predicts_further_tokens_is_missed_by_name(memo
     assert "exp_avg of mtp.layers.0" in said, said
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
 def test_a_killed_recipe_with_muon_ends_as_the_undisturbed_one(memory: Path, tmp_path: Path) -> None:
     came_out = {}

@@ -95,7 +95,7 @@ def test_a_second_fault_in_the_recovery_costs_no_other_rank_its_process_and_ever
         pytest.param(DEEP, SPARSE, "1@4:forward-backward 3@5:step", id="PP=4", marks=full),
         pytest.param(TENSOR_PARALLEL, SPARSE, "0@4:step 3@5:start 1@6:forward-backward", id="TP=2", marks=full),
         pytest.param(INTERLEAVED, SPARSE, "0@4:step 1@6:forward-backward", id="interleaved"),
-        pytest.param(OVERLAPPED, "full", "0@4:forward-backward 1@5:step", id="overlapped, data parallel"),
+        pytest.param(OVERLAPPED, "full", "0@4:forward-backward 1@5:step", id="overlapped, data parallel", marks=full),
         pytest.param(AHEAD, SPARSE, "1@4:forward-backward 2@5:step", id="predicting further tokens", marks=full),
         pytest.param(MUON, "full", "1@4:forward-backward 2@5:step", id="Muon", marks=[full, needs_package]),
         pytest.param(HYBRID, SPARSE, "1@4:forward-backward 0@5:step", id="a hybrid", marks=full),
@@ -155,7 +155,7 @@ def test_a_replay_continues_where_it_is_when_a_stage_apart_from_it_loses_a_rank_
 @pytest.mark.parametrize(
     ("stops", "faults", "place"),
     [
-        pytest.param("1@0:start", "", "gathered_by_store, called by introduced", id="start"),
+        pytest.param("1@0:start", "", "gathered_by_store, called by introduced", id="start", marks=full),
         pytest.param("1@1:resume", "0@4:step", "recovery/local_inventory.py", id="restore", marks=full),
         pytest.param("1@0:save", "", "all_done", id="save", marks=full),
     ],
