@@ -36,6 +36,7 @@ from bridge_wheel import CORE, folder_of_wheel
 from recipe_settings import prepare
 from stock_jobs import without_state
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe import bridge, wait_for_rank
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
@@ -71,7 +72,9 @@ class Model(TransformerConfig):
         ahead = None
         if self.mtp_num_layers:
             ahead = get_gpt_mtp_block_spec(self, layers, use_transformer_engine=False)
-        model = GPTModel(self, layers, VOCABULARY, TOKENS, position_embedding_type="rope", mtp_block_spec=ahead).cuda()
+        ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        options = {"position_embedding_type": "rope", "mtp_block_spec": ahead}
+        model = GPTModel(self, layers, VOCABULARY, TOKENS, *ends, **options).cuda()
         if self.bf16:
             model = Float16Module(self, model)
         return [DistributedDataParallel(self, ddp_config, model)]
@@ -104,7 +107,8 @@ def small(config: Any, overrides: dict[str, Any]) -> Any:
     kind = torch.bfloat16 if overrides["optimizer"]["bf16"] else torch.float32
     of_kind = {"bf16": kind is torch.bfloat16, "params_dtype": kind, "pipeline_dtype": kind}
     config.model = Model(**of_recipe | SMALL | of_kind | overrides.pop("model"))
-    config.mixed_precision, config.comm_overlap, config.data_parallel_size = None, None, 2
+    config.mixed_precision, config.comm_overlap = None, None
+    config.data_parallel_size = 2 // config.model.pipeline_model_parallel_size
     config.dataset = SimpleNamespace(**{
         "dataloader_type": "single", "num_workers": 0, "data_sharding": True, "pin_memory": False,
         "persistent_workers": False, "drop_last": True, "random_seed": 1,
@@ -127,7 +131,7 @@ def record(folder: Path) -> Any:
             file.write(" ".join(map(str, (os.getpid(), *said))) + "\n")
 
     def step_ended(context: Any) -> None:
-        loss, norm = float(context.loss_dict["loss"]), float(context.grad_norm)
+        loss, norm = float(context.loss_dict.get("loss", 0)), float(context.grad_norm)  # none but on the last stage
         write(context.state.train_state.step + 1, loss.hex(), norm.hex())
 
     def ended(context: Any) -> None:

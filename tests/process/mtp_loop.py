@@ -1,4 +1,4 @@
-"""A loop of one's own around a GPT with experts that also predicts a further token, one pipeline stage."""
+"""A loop of one's own around a GPT with experts that also predicts a further token, over two pipeline stages."""
 
 import logging
 import sys
@@ -57,15 +57,18 @@ def train_step(model, optimizer, scheduler, manager, iteration):
 
 def main(argv):
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_token_dispatcher_type="alltoall",
-        moe_aux_loss_coeff=1e-2, expert_model_parallel_size=2, add_bias_linear=False, mtp_num_layers=1,
+        moe_aux_loss_coeff=1e-2, add_bias_linear=False, mtp_num_layers=1, pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
     )  # fmt: skip
     layers = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     ahead = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
-    model = GPTModel(config, layers, VOCABULARY, TOKENS, position_embedding_type="rope", mtp_block_spec=ahead).cuda()
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    options = {"position_embedding_type": "rope", "mtp_block_spec": ahead}
+    model = GPTModel(config, layers, VOCABULARY, TOKENS, *ends, **options).cuda()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, min_lr=0.0, use_distributed_optimizer=True), [model])
     scheduler = OptimizerParamScheduler(

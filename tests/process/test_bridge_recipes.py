@@ -33,6 +33,7 @@ scheduler: {{lr_warmup_iters: 2}}
 ddp: {{grad_reduce_in_fp32: true}}
 checkpoint: {{save: null, load: null}}
 """
+STAGES = "model: {mtp_num_layers: 1, pipeline_model_parallel_size: 2, expert_model_parallel_size: 1}"
 MUON = """
 model: {mtp_num_layers: null}
 optimizer: {optimizer: dist_muon, lr: 0.01, bf16: true, params_dtype: bfloat16, use_precision_aware_optimizer: false}
@@ -132,12 +133,24 @@ def test_a_moment_of_a_layer_that_predicts_further_tokens_is_missed_by_name(memo
 
 
 @pytest.mark.full
-@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed")
-def test_a_killed_recipe_with_muon_ends_as_the_undisturbed_one(memory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(STAGES, id="further tokens, two stages"),
+        pytest.param(
+            MUON,
+            id="muon",
+            marks=pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="emerging-optimizers is missing"),
+        ),
+    ],
+)
+def test_a_killed_recipe_of_these_settings_ends_as_the_undisturbed_one(
+    sections: str, memory: Path, tmp_path: Path
+) -> None:
     came_out = {}
     for name, moe_ckpt in (("plain", {}), ("killed", faulty(memory))):
         (tmp_path / name).mkdir()
-        code, said = run(tmp_path / name, TORCHRUN, moe_ckpt, MUON)
+        code, said = run(tmp_path / name, TORCHRUN, moe_ckpt, sections)
         assert code == 0, said
         came_out[name], processes = left(tmp_path / name)
     assert {len(each) for each in processes.values()} == {2}, said

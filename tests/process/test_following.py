@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
-from runs import Layout, Train, differences, digest, reports_in
+from runs import Layout, differences, digest, flags, reports_in
 
 pytestmark = pytest.mark.ci
 
 SCALED = "--fp16 --initial-loss-scale 524288 --loss-scale-window 4 --hysteresis 1".split()
+ENGINE = ("--transformer-impl", "transformer_engine", "--moe-grouped-gemm")
 NODES = (("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-1", "node-1", "node-2"))
 
 
@@ -22,6 +23,7 @@ NODES = (("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-1", "node-1"
         pytest.param("selective", 10, False, (), id="selective-plain-optimizer", marks=pytest.mark.full),
         pytest.param("full", 60, True, (), id="full-60", marks=pytest.mark.full),
         pytest.param("full", 10, True, ("--freeze-experts",), id="frozen experts", marks=pytest.mark.full),
+        pytest.param("full", 10, True, ENGINE, id="Transformer Engine", marks=pytest.mark.full),
     ],
 )
 def test_a_lost_node_comes_back_to_the_bit_from_replicas_that_followed_gradients(
@@ -29,13 +31,16 @@ def test_a_lost_node_comes_back_to_the_bit_from_replicas_that_followed_gradients
     iterations: int,
     distributed: bool,
     model: tuple[str, ...],
-    cluster: Cluster,
-    train: Train,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
+    cluster: Cluster = request.getfixturevalue("engine_cluster" if model == ENGINE else "cluster")
     straight, killed, layout, last = tmp_path / "straight", tmp_path / "killed", Layout(), iterations - 3
     given = ("--train-iters", iterations, "--lr-decay-iters", iterations, *SCALED, *model)
-    train(layout, *given, "--metrics-jsonl", straight / "reports", "--save", straight, distributed=distributed)
+    alone = *given, "--metrics-jsonl", straight / "reports", "--save", straight
+    argv = flags(cluster.corpus, layout, *map(str, alone), distributed=distributed)
+    undisturbed = cluster.world.start(argv, layout.ranks).wait()
+    assert set(undisturbed.codes) == {0}, undisturbed.said
     faults = [part for rank in (0, 1) for part in ("--moe-ckpt-inject-fault", f"{rank}@{iterations - 1}")]
     outcomes = cluster.run(
         layout, *given, "--moe-ckpt-strategy", strategy, "--moe-ckpt-replicate", "gradients",

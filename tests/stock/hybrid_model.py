@@ -1,7 +1,8 @@
-"""A hybrid of Mamba, attention and MoE layers in place of the driver's GPT, on the CPU, also behind a vision tower.
+"""A hybrid of Mamba, delta-net, attention and MoE layers in place of the driver's GPT, also behind a vision tower.
 
-Layers, stack, model and their cut over stages are Megatron-Core's. Its Mamba mixer and norms need CUDA kernels: the
-first is a causal convolution and a gate here, and norms are torch's.
+Layers, stack, model and their cut over stages are Megatron-Core's. On the CPU its gated delta-net runs as in
+deterministic mode. Its Mamba mixer and norms need CUDA kernels: the first is a causal convolution and a gate here, and
+norms are torch's.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def layers() -> Any:
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerLayer, TransformerLayerSubmodules
     from megatron.core.transformer import multi_token_prediction as mtp
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -55,6 +57,9 @@ def layers() -> Any:
         submodules = TransformerLayerSubmodules(**{name: getattr(whole, name) for name in names})
         return ModuleSpec(TransformerLayer, submodules=submodules)
 
+    parts_of_net = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear)
+    delta = part("input_layernorm", "self_attn_bda")
+    delta.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts_of_net)
     mamba = MambaLayerSubmodules(norm=Norm, mixer=ModuleSpec(Mixer), mamba_bda=get_bias_dropout_add)
     ahead = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, layer_norm=Norm
@@ -62,6 +67,7 @@ def layers() -> Any:
     of_block = mtp.MultiTokenPredictionBlockSubmodules([ModuleSpec(mtp.MultiTokenPredictionLayer, submodules=ahead)])
     return HybridStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
+        gdn_layer=delta,
         attention_layer=part("input_layernorm", "self_attention", "self_attn_bda"),
         moe_layer=part("pre_mlp_layernorm", "mlp", "mlp_bda"),
         mtp_block_spec=ModuleSpec(mtp.MultiTokenPredictionBlock, submodules=of_block),
@@ -77,7 +83,7 @@ def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | N
 
     args = get_args()
     config = options.get("config") or arguments.core_transformer_config_from_args(args)
-    config.gradient_accumulation_fusion = False
+    config.gradient_accumulation_fusion, config.deterministic_mode = False, "G" in args.hybrid_layer_pattern
     return HybridModel(
         config,
         ModuleSpec(HybridStack, submodules=layers()),
@@ -143,9 +149,12 @@ def hybrid(*, sees: bool = False) -> Iterator[None]:
     """Train it in place of the driver's model."""
     import pretrain_gpt_moe
     from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm.gated_delta_net import common
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    normalized = partial(torch.nn.functional.normalize, dim=-1)  # as the package does that is said to be there
     with (
+        mock.patch.multiple(common, HAVE_FLA=True, l2norm=normalized),
         mock.patch.object(pretrain_gpt_moe, "model_provider", build_seeing if sees else build),
         mock.patch.object(hybrid_block, "TENorm", WrappedTorchNorm),
     ):

@@ -33,6 +33,7 @@ def recording(folder: str) -> Iterator[None]:
     What `train_step` returns to the loop is recorded, on the way out of all that is wrapped around it.
     """
     import megatron.training
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
     original = megatron.training.pretrain
@@ -48,6 +49,9 @@ def recording(folder: str) -> Iterator[None]:
             last["objects"] = given[2:5]
             iteration = training.get_args().curr_iteration + 1
             shown = {name: float(loss).hex() for name, loss in losses.items()}
+            # What the loop logs of this iteration, and then sets to zero.
+            ahead = MTPLossLoggingHelper.tracker.get("loss_values", ())
+            shown |= {f"mtp_{number} loss": float(loss).hex() for number, loss in enumerate(ahead, 1)}
             shown_norm = None if norm is None else float(norm).hex()
             write({"iteration": iteration, "losses": shown, "grad_norm": shown_norm, "skipped": bool(skipped)})
             return outcome

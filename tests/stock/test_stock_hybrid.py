@@ -1,5 +1,5 @@
-"""Hybrids of Mamba, attention and MoE layers over pipeline stages, also behind a vision tower, killed and brought
-back."""
+"""Hybrids of Mamba, delta-net, attention and MoE layers over pipeline stages, also behind a vision tower, killed and
+brought back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ FULL = ("--moe-ckpt-strategy", "full")
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 UNEVEN = hybrid_shape("ME*M|E")
 CHUNKS = hybrid_shape("M|E*|ME|M*E", more=("--global-batch-size", "4"))
+NET = "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4"
+DELTA = hybrid_shape("GE*|GE", more=tuple(NET.split()))
 AHEAD = hybrid_shape("M*E|ME/*E")
 """The last stage predicts a further token, with a copy of the embedding."""
 SEEING = hybrid_shape("*E|ME", hook=seeing)
@@ -38,6 +40,8 @@ TIED = Tied(2, 2, 1, more=UNEVEN.more, hooks=UNEVEN.hooks)
     [
         pytest.param(UNEVEN, SPARSE, "1@5:step", id="sparse", marks=pytest.mark.ci),
         pytest.param(UNEVEN, FULL, "1@4:forward-backward", id="full", marks=pytest.mark.full),
+        pytest.param(DELTA, SPARSE, "1@5:step", id="sparse-delta-net", marks=pytest.mark.ci),
+        pytest.param(DELTA, FULL, "0@4:forward-backward", id="full-delta-net", marks=pytest.mark.full),
         pytest.param(CHUNKS, FULL, "0@5:step", id="full-interleaved", marks=pytest.mark.full),
         pytest.param(CHUNKS, SPARSE, "1@5:step", id="sparse-interleaved", marks=pytest.mark.full),
         pytest.param(EXPERTS, SPARSE, "3@5:step", id="sparse-experts", marks=pytest.mark.full),
@@ -63,8 +67,8 @@ def test_a_killed_job_of_a_hybrid_over_stages_ends_as_the_undisturbed_one(
 
 
 @pytest.mark.ci
-def test_a_mamba_layer_that_is_left_out_is_noticed(new_job) -> None:
-    dropped = partial(without_state, "decoder.layers.3.mixer.")
-    outcome = new_job(UNEVEN).start(*FULL, hooks=[dropped]).wait_or_restart()
+@pytest.mark.parametrize(("shape", "name"), [(UNEVEN, "decoder.layers.3.mixer."), (DELTA, "self_attention.A_log")])
+def test_a_layer_that_is_left_out_is_noticed(new_job, shape: Shape, name: str) -> None:
+    outcome = new_job(shape).start(*FULL, hooks=[partial(without_state, name)]).wait_or_restart()
     assert set(outcome.codes) == {2}, outcome.codes
-    assert "decoder.layers.3.mixer." in outcome.said
+    assert name in outcome.said

@@ -103,7 +103,9 @@ ROWS = {
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge_survivors": Row("core_versions in_place", "megatron.core torch"),
-    f"{ENGINE}.bridge": Row("bridge_survivors config errors features manager megatron_state ports", "megatron.core"),
+    f"{ENGINE}.bridge": Row(
+        "bridge_survivors config errors features in_place manager megatron_state ports", "megatron.core"
+    ),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),

@@ -209,13 +209,19 @@ def test_training_that_was_never_loaded_is_not_called_protected(monkeypatch: pyt
         ({"ddp": Section(use_megatron_fsdp=True)}, "fsdp"),
         ({"dataset": Section(dataloader_type="external")}, "dataloader_type"),
         ({"checkpoint": Section(non_persistent_ckpt_type="local")}, "non_persistent_ckpt_type"),
+        ({"optimizer": Section(optimizer="dist_muon")}, "dist_muon: a package is missing"),
+        ({"model": Section(moe_token_dispatcher_type="flex", num_moe_experts=8)}, "-backend deepep needs deep_ep.Buff"),
     ],
 )
-def test_what_cannot_be_protected_is_refused_by_name(sections: dict[str, Section], named: str) -> None:
-    (sentence,) = bridge.refusals(configuration(**sections), Section())
-    assert named in sentence
+def test_what_cannot_be_protected_is_refused_by_name_before_it_is_built_and_when_it_is_loaded(
+    sections: dict[str, Section], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "find_spec", lambda _: None)
+    assert [named in sentence for sentence in bridge.refusals(configuration(**sections), Section())] == [True]
     with pytest.raises(UsageError, match=named):
-        bridge.protected(loads, FULL)(configuration(**sections), None)
+        bridge.protected(lambda _: pytest.fail("called"), FULL)(configuration(**sections))
+    with pytest.raises(UsageError, match=named):
+        bridge.BridgeCheckpointManager(Section(moe_ckpt={"strategy": "full"})).load(context(configuration(**sections)))
 
 
 def test_a_plain_configuration_is_not_refused() -> None:

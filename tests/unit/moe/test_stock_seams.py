@@ -207,11 +207,12 @@ def test_copies_in_waits_of_stages_are_refused_where_a_graph_has_the_waits_in_it
         flags.check(config, arguments(cuda_graph_impl="full_iteration"), "0.19.2")
 
 
-def test_graphs_of_another_kind_than_before_are_told_in_one_line() -> None:
+def test_graphs_and_a_dispatcher_of_another_kind_than_before_are_told_in_one_line() -> None:
     before = shaping_flags(arguments(cuda_graph_impl="none", cuda_graph_modules=[]))
-    now = shaping_flags(arguments(cuda_graph_impl="local", cuda_graph_modules=[CudaGraphModule.attn]))
-    said = told(before, now, keeps_schedule=False)
-    assert said == "--cuda-graph-impl was none and is local; --cuda-graph-modules was [] and is ['attn']"
+    graphs = {"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.attn]}
+    now = shaping_flags(arguments(**graphs, moe_token_dispatcher_type="flex"))
+    said = "--cuda-graph-impl was none and is local; --cuda-graph-modules was [] and is ['attn'];"
+    assert told(before, now, keeps_schedule=False) == f"{said} --moe-token-dispatcher-type was allgather and is flex"
 
 
 SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "num_experts": 4}

@@ -41,7 +41,7 @@ def test_a_process_stays_with_other_flags() -> None:
         async_save=False, non_persistent_ckpt_type="global", profile=False, lazy_mpu_init=None, tp_comm_overlap=True,
         moe_token_dispatcher_type="flex", expert_model_parallel_size=2, cuda_graph_impl="local",
     )  # fmt: skip
-    assert why_not(args, "0.19.2") is None
+    assert [why_not(args, version) for version in ("0.17.1", "0.18.0", "0.19.2")] == [None] * 3
 
 
 def test_a_process_of_a_release_that_is_not_known_does_not_stay() -> None:

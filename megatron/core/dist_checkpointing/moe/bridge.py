@@ -35,6 +35,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -43,6 +44,7 @@ from . import features
 from .bridge_survivors import BridgeSurvivors
 from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
+from .in_place.process_restart import missing_kernels
 from .manager import MoECheckpointManager
 from .megatron_state.optimizer_state import loading_step_counts
 from .megatron_state.trainer_state import random_states, restore_random
@@ -74,7 +76,8 @@ def protected[**Given, Returned](
         settings: If not given, those of the environment variable MOE_CKPT_FLAGS, else of `cfg.checkpoint.moe_ckpt`.
 
     Raises:
-        UsageError: The settings cannot work with Bridge; or, when called, another checkpoint manager is configured.
+        UsageError: The settings cannot work with Bridge; or, when called, another checkpoint manager is configured, or
+            something that cannot be protected.
     """
     settings = settings or _settings_from_environment()
     if settings is not None and settings.strategy == "none":
@@ -90,6 +93,8 @@ def protected[**Given, Returned](
             raise UsageError(f"checkpoint.custom_manager_class is {other}, and there can be only one: leave it unset")
         config.checkpoint.custom_manager_class = name
         current = run or _Run(_settings_of(config.checkpoint))
+        if sentences := "; ".join(refusals(config)):  # before anything is built
+            raise UsageError(sentences)
         with current.current(), current.survivors.building(config):
             return pretrain(*given, **named)
 
@@ -206,13 +211,17 @@ class BridgeCheckpointManager:
             manager.rejoin()
 
 
-def refusals(cfg: Any, ctx: Any) -> Iterator[str]:
+def refusals(cfg: Any, ctx: Any = None) -> Iterator[str]:
     """What of a configuration of Bridge's cannot be protected: a sentence for each.
 
     Args:
         cfg: Bridge's ConfigContainer.
-        ctx: The CheckpointLoadContext.
+        ctx: The CheckpointLoadContext, once there is one.
     """
+    optimizer = str(getattr(cfg.optimizer, "optimizer", ""))
+    yield from missing_kernels(getattr(cfg.model, "transformer", None) or cfg.model)
+    if optimizer.endswith("muon") and find_spec("emerging_optimizers") is None:
+        yield f"optimizer.optimizer {optimizer}: a package is missing: pip install emerging-optimizers"
     iterations = getattr(cfg.train, "iterations_to_skip", None)
     kept = "checkpoints of training would not include it"
     found = {
@@ -226,7 +235,9 @@ def refusals(cfg: Any, ctx: Any) -> Iterator[str]:
         "dist.use_torch_fsdp2 and ddp.use_megatron_fsdp shard weights in another way": (
             _is_on(cfg.dist, "use_torch_fsdp2") or _is_on(cfg.ddp, "use_megatron_fsdp")
         ),
-        "several modules with process groups of their own (MIMO) are not one model": ctx.module_name is not None,
+        "several modules with process groups of their own (MIMO) are not one model": (
+            getattr(ctx, "module_name", None) is not None
+        ),
         f"dataset.dataloader_type external has a state of its own, and {kept}": (
             getattr(cfg.dataset, "dataloader_type", None) == "external"
         ),

@@ -327,7 +327,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "Muon, also layer-wise",
         Works(f"{_STOCK}muon.py::test_a_killed_job_with_muon_ends_as_the_undisturbed_one_to_the_last_bit"),
-        Works(f"{_RECIPE}test_a_killed_recipe_with_muon_ends_as_the_undisturbed_one"),
+        Works(f"{_RECIPE}test_a_killed_recipe_of_these_settings_ends_as_the_undisturbed_one"),
         _UNTESTED,
     ),
     Feature(

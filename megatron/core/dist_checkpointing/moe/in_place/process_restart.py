@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import logging
 import sys
@@ -282,6 +283,36 @@ def flex_backend(config: Any) -> str:
     if getattr(config, "moe_enable_deepep", False):
         return "deepep"
     return str(getattr(config, "moe_flex_dispatcher_backend", None) or "deepep")
+
+
+_KERNELS = {
+    "deepep": ("deep_ep", "Buffer"),
+    "hybridep": ("deep_ep", "HybridEPBuffer"),
+    "ncclep": ("transformer_engine.pytorch.ep", "ep_bootstrap"),
+}
+"""What core takes of which package, by backend of the flex dispatcher."""
+
+
+def missing_kernels(args: Any) -> Iterator[str]:
+    """A sentence where the flex dispatcher of this job is not installed, or in part.
+
+    args: of Megatron-LM, or core's configuration of the model.
+    """
+    experts = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None)
+    if getattr(args, "moe_token_dispatcher_type", None) != "flex" or not experts:
+        return
+    backend = flex_backend(args)
+    package, name = _KERNELS[backend]
+    try:
+        if hasattr(importlib.import_module(package), name):
+            return
+        why = f"{package} has none, it is another version"
+    except (ImportError, OSError, RuntimeError) as error:  # compiled parts that do not load
+        why = str(error)
+    yield (
+        f"--moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend {backend} needs {package}.{name}: {why};"
+        " install it, or use --moe-token-dispatcher-type alltoall"
+    )
 
 
 # A training loop that a process outlives: its `train` is left at a fault of others, and entered again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +13,7 @@ from ..contradictions import contradictions, inelastic
 from ..core_versions.training import captures_passes, captures_routers
 from ..errors import UsageError
 from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
-from ..in_place.process_restart import flex_backend
+from ..in_place.process_restart import missing_kernels
 from ..megatron_state.partitions import random_draws
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
@@ -131,35 +130,6 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
     yield from unfit_expert_saves(args, config.strategy)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
-
-
-_KERNELS = {
-    "deepep": ("deep_ep", "Buffer"),
-    "hybridep": ("deep_ep", "HybridEPBuffer"),
-    "ncclep": ("transformer_engine.pytorch.ep", "ep_bootstrap"),
-}
-"""What core takes of which package, by backend of the flex dispatcher."""
-
-
-def missing_kernels(args: Any) -> Iterator[str]:
-    """A sentence where the flex dispatcher of this job is not installed, or in part.
-
-    args: of Megatron-LM.
-    """
-    if getattr(args, "moe_token_dispatcher_type", None) != "flex" or not args.num_experts:
-        return
-    backend = flex_backend(args)
-    package, name = _KERNELS[backend]
-    try:
-        if hasattr(importlib.import_module(package), name):
-            return
-        why = f"{package} has none, it is another version"
-    except (ImportError, OSError, RuntimeError) as error:  # compiled parts that do not load
-        why = str(error)
-    yield (
-        f"--moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend {backend} needs {package}.{name}: {why};"
-        " install it, or use --moe-token-dispatcher-type alltoall"
-    )
 
 
 def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:

@@ -145,6 +145,7 @@ TOLD = (
     "global_batch_size lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_warmup_init weight_decay"
     " start_weight_decay end_weight_decay weight_decay_incr_style adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad"
     " seq_length seed split cuda_graph_impl cuda_graph_modules cuda_graph_scope"
+    " moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep"
 ).split()
 """What a user may have meant to change, and what changes the course of training unsaid."""
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
