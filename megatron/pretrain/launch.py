@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import argparse
 import os
-import socket
 import sys
 import tempfile
 import uuid
@@ -28,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megatron.pretrain.bound_store import bound_store
 from megatron.pretrain.device import wants_engine_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
@@ -114,9 +114,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _run_nodes(options: argparse.Namespace) -> int:
     """Run one agent per node to its end; the worst exit code of them."""
-    options.rdzv_endpoint = f"{HERE}:{_free_port()}"
     if options.nnodes.most == 1:
+        options.rdzv_endpoint = f"{HERE}:0"  # the agent's store takes a free port as it is made
         return _run_agent(options)
+    # Kept here and not by an agent, so that it survives the loss of any node.
+    store = bound_store(HERE)
+    options.rdzv_endpoint = f"{HERE}:{store.port}"
     command = [sys.executable, "-m", "megatron.pretrain.launch"]
     for name in "nproc_per_node nnodes max_restarts moe_ckpt_standbys last_call_s rdzv_endpoint rdzv_id".split():
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -128,7 +131,7 @@ def _run_nodes(options: argparse.Namespace) -> int:
         options.spare_after_s,
     )
     late_s = SHUTDOWN_TIMEOUT_S + 10
-    return run_nodes(command, options.rdzv_endpoint, nodes, run_id=options.rdzv_id, patience_s=late_s)
+    return run_nodes(command, nodes, run_id=options.rdzv_id, patience_s=late_s)
 
 
 def _run_agent(options: argparse.Namespace) -> int:
@@ -194,12 +197,6 @@ def _patient(nodes: NodeRange) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-joining-") as folder, patient_nodes(Path(folder)):
         yield
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron.pretrain.bound_store import bound_store
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, end_processes_with, has_verdict
 
 log = logging.getLogger(__name__)
@@ -54,25 +53,21 @@ class Nodes:
     spare_after_s: float = 0.0
 
 
-def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: str, patience_s: float) -> int:
+def run_nodes(command: Sequence[str], nodes: Nodes, *, run_id: str, patience_s: float) -> int:
     """Run `command` as the agent of each node until all have ended.
 
-    The store of the rendezvous is kept here and not by an agent, so that it survives the loss of any node. An agent
-    that is killed, or leaves the job (NODE_LEAVES), is a node that is lost: what is left of its workers is killed too,
-    and another agent, with another name and so with an empty memory tier, takes its place, as often as there are
-    spares. When an agent fails for good, or too few are left, the others cannot continue: they have `patience_s` to see
-    that by themselves, then get SIGTERM, then SIGKILL.
+    An agent that is killed, or leaves the job (NODE_LEAVES), is a node that is lost: what is left of its workers is
+    killed too, and another agent, with another name and so with an empty memory tier, takes its place, as often as
+    there are spares. When an agent fails for good, or too few are left, the others cannot continue: they have
+    `patience_s` to see that by themselves, then get SIGTERM, then SIGKILL.
 
     Args:
-        endpoint: HOST:PORT of the store, on this machine.
         run_id: of the job; its workers are found by it.
 
     Returns:
         0, the exit code of an agent that failed, or 128 + N when signal N ended this process. Also 0 once an agent has
         ended well whose ranks left a verdict (`VERDICT_FILE`): no other node can continue then, whatever it says.
     """
-    host, _, port = endpoint.rpartition(":")
-    store = bound_store(host, int(port))
     agents = _Agents(command, nodes, run_id)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, agents.forward)
@@ -85,7 +80,6 @@ def run_nodes(command: Sequence[str], endpoint: str, nodes: Nodes, *, run_id: st
             for name in agents.running:
                 log.error("%s did not exit %.0f s after the job failed; %s", name, limit_s, what)
             agents.send(number)
-    del store
     if agents.stopped_by:
         return 128 + agents.stopped_by
     return 0 if agents.has_verdict else agents.failure

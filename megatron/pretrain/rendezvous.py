@@ -236,5 +236,5 @@ def _own_store(params: RendezvousParameters) -> Store | None:
     if params.max_nodes > 1 or params.get_as_bool("is_host") is False or not is_loopback(host):
         return None
     store = bound_store(host, port)
-    params.config["is_host"] = False
+    params.config["is_host"], params.endpoint = False, f"[{host}]:{store.port}"  # for 0 it took a free port
     return store

@@ -38,7 +38,9 @@ def lose_node() -> None:
         if child != me:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-    shutil.rmtree(Path(os.environ["MEMORY"]) / os.environ["MOE_CKPT_NODE"])
+    memory = Path(os.environ["MEMORY"]) / os.environ["MOE_CKPT_NODE"]
+    while memory.exists():  # threads of this process still write there
+        shutil.rmtree(memory, ignore_errors=True)
     os.kill(me, signal.SIGKILL)
 
 

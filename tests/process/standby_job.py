@@ -69,7 +69,8 @@ def lose_node(memory: Path) -> None:
     for pid in (agent, *(children - {os.getpid()})):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(memory / os.environ["MOE_CKPT_NODE"])
+    while (memory / os.environ["MOE_CKPT_NODE"]).exists():  # threads of this process still write there
+        shutil.rmtree(memory / os.environ["MOE_CKPT_NODE"], ignore_errors=True)
 
 
 def warm_up(argv: Sequence[str], done: object = pretrain_gpt_moe.warm_up) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from world import HANG_TIMEOUT_S, ROOT, free_port
+from world import HANG_TIMEOUT_S, ROOT
 
 from megatron.pretrain.processes import VERDICT_FILE, kill_processes_with, processes_with
 
@@ -20,9 +20,9 @@ RUN_NODES = """
 import logging, sys
 from megatron.pretrain.nodes import Nodes, run_nodes
 logging.basicConfig(format="%(message)s")
-endpoint, nodes, spares, patience_s, run_id, *command = sys.argv[1:]
+nodes, spares, patience_s, run_id, *command = sys.argv[1:]
 played = Nodes(int(nodes), int(nodes), int(spares))
-sys.exit(run_nodes(command, endpoint, played, run_id=run_id, patience_s=float(patience_s)))
+sys.exit(run_nodes(command, played, run_id=run_id, patience_s=float(patience_s)))
 """
 WORKER = "import os, time; time.sleep(600)"
 AGENT = f"""
@@ -46,7 +46,7 @@ class Nodes:
     def __init__(self, folder: Path, spares: int) -> None:
         self.folder, self.run_id = folder, f"nodes-test-{os.getpid()}-{folder.name}"
         command = [sys.executable, "-c", AGENT, str(folder), self.run_id]
-        arguments = [f"localhost:{free_port()}", "2", str(spares), str(PATIENCE_S), self.run_id]
+        arguments = ["2", str(spares), str(PATIENCE_S), self.run_id]
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN_NODES, *arguments, *command],
             cwd=ROOT, env=os.environ | {VERDICT_FILE: str(folder / "verdict")}, stderr=subprocess.PIPE, text=True,

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-HANG_TIMEOUT_S = 180.0
+HANG_TIMEOUT_S = 400.0
 """Far above what any job here takes: whoever waits longer waits for something that will not come."""
 RECOVERY_TIMEOUT_S = 40.0
 """How much longer a job may take for each fault that it recovers from."""
-SHUTDOWN_TIMEOUT_S = 60.0
+SHUTDOWN_TIMEOUT_S = 120.0
 """How long the other ranks may take to end after one was lost."""
 
 WITH_ENGINE = "WORLD_WITH_TRANSFORMER_ENGINE"

@@ -55,7 +55,7 @@ def test_chunks_are_due_at_their_rate_after_those_that_are_free() -> None:
 
 
 def test_what_is_held_back_continues_when_it_is_due_or_somebody_is_in_a_hurry() -> None:
-    throttle, begun_s = Throttle(1000.0), time.perf_counter()
+    begun_s, throttle = time.perf_counter(), Throttle(1000.0)
     throttle.take(50)
     throttle.take(50)
     assert time.perf_counter() - begun_s >= 0.045

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.moe.resharding.record_server import Record
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import PeerLinks
 
 LONG_S = 60.0
-LATER_S = 3.0
-"""How much longer a rank may take because of strangers; each of them alone kept it out for 5 s before."""
+LATER_S = 20.0
+"""How much longer a rank may take because of strangers, on a busy machine; each of them alone kept it out before."""
 
 HELLO_BYTES = 24
 PASSWORD = b"p" * HELLO_BYTES
@@ -128,8 +128,9 @@ def seconds_until_a_record_server_answers(count: int, say: bytes) -> float:
     ids=["transport", "links", "records"],
 )
 def test_a_rank_gets_in_as_promptly_as_without_strangers(
-    seconds: Callable[[int, bytes], float], count: int, say: bytes
+    seconds: Callable[[int, bytes], float], count: int, say: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(interface, "HELLO_S", LONG_S)
     assert seconds(count, say) < seconds(0, b"") + LATER_S
 
 
@@ -190,8 +191,8 @@ def test_who_says_its_hello_a_byte_at_a_time_has_no_longer_than_others(
     greeted: Greeted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interface, "HELLO_S", 1.0)
+    begun_s = time.monotonic()
     with greeted.called() as slow:
-        begun_s = time.monotonic()
         slow.settimeout(0.2)
         for byte in PASSWORD[:-1]:
             with contextlib.suppress(OSError):
@@ -219,6 +220,7 @@ def test_of_too_many_silent_callers_the_oldest_are_hung_up_on(
     greeted: Greeted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interface, "MOST", 4)
+    monkeypatch.setattr(interface, "HELLO_S", LONG_S)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(greeted.called()) for _ in range(6)]
         assert all(map(hung_up_on, silent[:2]))
@@ -237,7 +239,7 @@ def said_of_strangers(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_strangers_are_reported_once_in_a_period_with_where_they_came_from(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interface, "PERIOD_S", 1.0)
+    monkeypatch.setattr(interface, "PERIOD_S", LONG_S)
     one = Greeted()
     port = one.listener.getsockname()[1]
     with caplog.at_level(logging.WARNING):
@@ -245,10 +247,8 @@ def test_strangers_are_reported_once_in_a_period_with_where_they_came_from(
             with one.called() as liar:
                 liar.sendall(b"x" * HELLO_BYTES)
                 assert hung_up_on(liar)
+        monkeypatch.setattr(one.greeting, "_say_at_s", 0.0)  # the period is over when it looks next
         assert one.is_let_in()
-        until_s = time.monotonic() + LONG_S
-        while not said_of_strangers(caplog) and time.monotonic() < until_s:
-            time.sleep(0.05)
         with one.called() as liar:
             liar.sendall(b"x" * HELLO_BYTES)
             assert hung_up_on(liar)

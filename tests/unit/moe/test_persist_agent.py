@@ -198,8 +198,8 @@ def test_it_ends_after_its_time_and_a_restart_does_not_wait_longer(
         agent.announce([ordered(memory)])
 
     slot, begun_s = trainer(late, limit_s=1e-3), time.monotonic()
-    wait_for_agent(slot, 30.0)
-    assert time.monotonic() - begun_s < 15
+    wait_for_agent(slot, 300.0)
+    assert time.monotonic() - begun_s < 120
     (line,) = capfd.readouterr().err.splitlines()
     assert "was NOT finished: not within 0.001 s" in line
 
@@ -277,7 +277,7 @@ def test_what_was_closed_is_finished_though_the_trainer_lives_on(tmp_path: Path)
     agent = PersistAgent(memory.directory, str(tmp_path / "storage"), RANK, 30.0, None)
     agent.announce([ordered(memory)])
     agent.close()
-    storage, deadline = in_storage(tmp_path), time.monotonic() + 30
+    storage, deadline = in_storage(tmp_path), time.monotonic() + 120
     while not storage.snapshots().sealed and time.monotonic() < deadline:
         time.sleep(0.02)
     assert_stored(storage)
@@ -292,17 +292,17 @@ def test_it_ends_when_it_is_told_to_though_a_helper_of_the_trainer_holds_the_con
     agent.announce([ordered(memory)])
     helper = os.fork()  # as a data loader is
     if not helper:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     try:
         agent.close()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not in_storage(tmp_path).snapshots().sealed and time.monotonic() < deadline:
             time.sleep(0.02)
         assert_stored(in_storage(tmp_path))
         begun_s = time.monotonic()
-        wait_for_agent(memory.directory, 20.0)
-        assert time.monotonic() - begun_s < 15, "a new session need not wait"
+        wait_for_agent(memory.directory, 300.0)
+        assert time.monotonic() - begun_s < 120, "a new session need not wait"
     finally:
         os.kill(helper, signal.SIGKILL)
         os.waitpid(helper, 0)

@@ -88,6 +88,9 @@ def test_a_chunk_is_sent_when_the_one_before_is_through_and_the_peer_has_asked_a
     sending.start()
     seen = []
     for _ in range(3):  # it launches nothing before it is asked
+        until_s = time.monotonic() + LONG_S
+        while recorded.events.count("copy") == len(seen) and time.monotonic() < until_s:
+            time.sleep(0.01)
         time.sleep(0.05)
         seen.append(recorded.events.count("copy") - sum(event.startswith("launch") for event in recorded.events))
         other.sendall(b"r")

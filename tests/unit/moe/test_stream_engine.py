@@ -28,6 +28,8 @@ from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
+WAIT_S = 60.0
+
 
 class Device:
     """Stands in for `torch.cuda`: one line of `calls` for each thing that it is asked."""
@@ -66,7 +68,7 @@ class Device:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.registering.set()
-        assert self.may_register.wait(10)
+        assert self.may_register.wait(WAIT_S)
         self.calls.append(f"register {nbytes}")
         if not self.register_code:
             self.locked.add(address)
@@ -124,8 +126,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.current[-1])
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -158,7 +162,7 @@ def test_one_round_is_under_way_at_a_time_and_tells_how_fast_the_link_is(device:
     engine.begin([job(first, 5, 6), job(second, 7), ([], second)])
     with pytest.raises(UsageError, match="under way"):
         engine.begin([])
-    engine.wait(1.0)
+    engine.wait(WAIT_S)
     assert engine.bandwidth_bytes_per_s == 18 / 0.002
 
 
@@ -173,7 +177,7 @@ def test_a_large_tensor_is_copied_in_chunks_which_lie_each_in_one_locked_piece(
     monkeypatch.setattr(stream_engine, "chunked", lambda spans, _: chunked(spans, 40, 100))
     whole = segment(250)
     engine.begin([([Span(torch.full((190,), 1, dtype=torch.uint8), 50)], whole)])
-    engine.wait(1.0)
+    engine.wait(WAIT_S)
     copies = [call for call in device.taken() if "bytes on copy" in call or "register" in call]
     assert copies == [
         *("register 100", "40 bytes on copy", "10 bytes on copy"),
@@ -191,7 +195,7 @@ def test_training_continues_while_pages_are_locked_and_copies_wait(device: Devic
     with pytest.raises(TimeoutError):
         engine.wait(0.01)
     device.may_register.set()
-    engine.wait(5.0)
+    engine.wait(WAIT_S)
     assert device.taken()[-1] == "copied on copy"
 
 
@@ -207,7 +211,7 @@ def test_copies_are_launched_at_their_rate_as_long_as_the_device_computes(
         engine.wait(0.1)
     assert device.calls.count("10 bytes on copy") <= 2, "the third chunk is due after 20 s"
     device.has_reached = True
-    engine.wait(5.0)
+    engine.wait(WAIT_S)
     assert device.calls.count("10 bytes on copy") == 10
 
 
@@ -217,13 +221,13 @@ def test_copies_are_launched_at_their_rate_until_somebody_waits_for_them(
     monkeypatch.setattr(stream_engine, "chunked", lambda spans, _: chunked(spans, 10))
     monkeypatch.setattr(stream_engine, "_MEASURED_BYTES", 20)
     engine.begin([job(segment(), 100)], Throttle(1.0))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT_S
     while device.calls.count("10 bytes on copy") < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
     assert device.calls.count("10 bytes on copy") == 2, "the third chunk is due after 20 s"
     assert device.calls[-1] == "measured on copy", "the link is measured where nothing is held back"
-    engine.wait(5.0)
+    engine.wait(WAIT_S)
     assert device.calls.count("10 bytes on copy") == 10
     assert engine.bandwidth_bytes_per_s == 20 / 0.002
 
@@ -231,9 +235,9 @@ def test_copies_are_launched_at_their_rate_until_somebody_waits_for_them(
 def test_what_a_copy_raises_is_raised_by_wait_and_the_round_has_ended(device: Device, engine: StreamEngine) -> None:
     engine.begin([([Span(torch.ones(200, dtype=torch.uint8), 0)], segment(100))])
     with pytest.raises(RuntimeError):
-        engine.wait(5.0)
+        engine.wait(WAIT_S)
     engine.begin([job(segment(), 1)])
-    engine.wait(5.0)
+    engine.wait(WAIT_S)
 
 
 def test_what_was_dropped_is_waited_for_before_anything_else_is_added(device: Device, engine: StreamEngine) -> None:
@@ -256,7 +260,7 @@ def test_segments_are_locked_at_the_start_beside_training(
     engine.now(job(segment(), 1))  # whatever is locked by then
     assert device.taken() == ["1 bytes on training"]
     device.may_register.set()
-    locks.settle(5.0)
+    locks.settle(WAIT_S)
     assert device.taken() == ["register 100", "register 200"]
 
 
@@ -264,7 +268,7 @@ def test_a_segment_is_page_locked_once_and_again_where_it_has_grown(device: Devi
     whole = segment()
     for part in (whole[:50], whole[:50], whole):
         engine.begin([job(part, 1)])
-        engine.wait(1.0)
+        engine.wait(WAIT_S)
     assert [call for call in device.taken() if "register" in call] == ["register 50", "unregister", "register 100"]
     engine.release([whole])
     assert device.taken() == ["host waits for the device", "unregister"]
@@ -274,7 +278,7 @@ def test_what_is_let_go_is_locked_again_when_it_is_used_again(device: Device, en
     whole = segment()
     for _ in range(2):
         engine.begin([job(whole, 1)])
-        engine.wait(1.0)
+        engine.wait(WAIT_S)
         engine.release([whole])
     assert device.taken().count("register 100") == 2
     assert not device.locked
@@ -286,10 +290,10 @@ def test_a_resize_unlocks_what_goes_and_locks_what_comes(
     """Else the copies after it go to memory that is not locked, and the thread that trains waits for each of them."""
     page, store = mmap.PAGESIZE, MemoryStore(tmp_path, "job", 0, [mmap.PAGESIZE] * 2)
     store.lend(engine)
-    locks.settle(5.0)
+    locks.settle(WAIT_S)
     assert device.taken() == [f"register {page}"] * 2
     store.resize([page, 2 * page])
-    locks.settle(5.0)
+    locks.settle(WAIT_S)
     assert device.taken() == ["host waits for the device", "unregister", f"register {2 * page}"]
     engine.now(job(store.views()[1], 1))
     assert device.taken() == ["1 bytes on training"]
@@ -303,9 +307,9 @@ def test_a_store_in_place_of_one_of_this_process_finds_its_segments_locked(
     for keeps in (True, True, False):
         store = MemoryStore(tmp_path, "job", 0, [mmap.PAGESIZE] * 2)
         store.lend(engine)
-        locks.settle(5.0)
+        locks.settle(WAIT_S)
         engine.begin([job(store.views()[0], 1)])
-        engine.wait(1.0)
+        engine.wait(WAIT_S)
         store.close(keep_mapped=keeps)
     assert [call for call in device.taken() if "register" in call] == [f"register {mmap.PAGESIZE}"] * 2
     engine.close()
@@ -322,7 +326,7 @@ def test_what_waits_to_be_locked_is_locked_though_other_memory_goes(
     )
     first, second, third = (segment(nbytes) for nbytes in (100, 200, 300))
     locks.begin([first, second, third])
-    locks.settle(5.0)
+    locks.settle(WAIT_S)
     locks.release([second])
     begun[0]()
     assert device.taken() == ["register 100", "register 300"]
@@ -344,13 +348,13 @@ def test_what_is_locked_is_found_so_while_another_piece_is_locked(device: Device
     device.registering.clear()
     device.may_register.clear()
     locks.begin([segment(200)])
-    assert device.registering.wait(5.0)
+    assert device.registering.wait(WAIT_S)
     copying = threading.Thread(target=locks.lock, args=(whole, 50))
     copying.start()
-    copying.join(5.0)
+    copying.join(WAIT_S)
     assert not copying.is_alive()
     device.may_register.set()
-    locks.settle(5.0)
+    locks.settle(WAIT_S)
 
 
 def test_engines_of_one_process_share_what_is_locked(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
@@ -358,22 +362,26 @@ def test_engines_of_one_process_share_what_is_locked(device: Device, engine: Str
     other, whole = StreamEngine(locks), segment()
     for one in (engine, other):
         one.begin([job(whole, 1)])
-        one.wait(1.0)
+        one.wait(WAIT_S)
     assert device.taken().count("register 100") == 1
     other.close()
     assert device.locked, "the engines that are left copy to it"
 
 
-def test_a_mapping_that_goes_takes_its_lock_along(device: Device, locks: PageLocks) -> None:
-    """Another one at its address has other pages, which are not locked."""
+@pytest.mark.parametrize("is_parent", [True, False], ids=["", "but that of a forked child not its parent's"])
+def test_a_mapping_that_goes_takes_its_lock_along(
+    is_parent: bool, device: Device, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one at its address has other pages, which are not locked; CUDA refuses to begin in a forked child."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     locks.lock(memoryview(np.frombuffer(memory, np.uint8)), 0)
     assert device.locked
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_parent)
     del memory
     gc.collect()
-    assert not device.locked
+    assert bool(device.locked) != is_parent
     locks.release()
-    assert device.taken() == [f"register {mmap.PAGESIZE}", "unregister"]
+    assert device.taken() == [f"register {mmap.PAGESIZE}", *["unregister"] * is_parent]
 
 
 REFUSED = {
@@ -400,7 +408,7 @@ def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_con
     with caplog.at_level(logging.WARNING):
         for part in (segment(), segment()):
             engine.begin([job(part, 1)])
-            engine.wait(1.0)
+            engine.wait(WAIT_S)
     (line,) = caplog.messages
     assert f"CUDA error {code}" in line and re.search(REFUSED[code], line)
     calls = device.taken()
@@ -409,7 +417,7 @@ def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_con
 
 def test_segments_are_unlocked_at_the_end(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
     engine.begin([job(segment(), 1)])
-    engine.wait(1.0)
+    engine.wait(WAIT_S)
     device.taken()
     engine.close()
     locks.release()

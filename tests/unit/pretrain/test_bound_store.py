@@ -9,9 +9,12 @@ from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megatron.pretrain.bound_store import bound_store, is_address, is_loopback
 from megatron.pretrain.errors import TrainingFailure
+from megatron.pretrain.rendezvous import BACKEND, register_backend
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -42,26 +45,26 @@ def test_a_taken_port_is_named_in_one_line_with_what_to_do() -> None:
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        pytest.param(["--nnodes", "2"], id="several nodes"),
-        pytest.param([], id="one node", marks=pytest.mark.ci),
-    ],
-)
-def test_a_launcher_that_finds_its_port_taken_ends_with_that_line(nodes: list[str]) -> None:
+def test_a_launcher_that_finds_its_port_taken_ends_with_that_line() -> None:
     store = bound_store("127.0.0.1")
-    code = f"""
-import sys
-from megatron.pretrain import launch
-launch._free_port = lambda: {store.port}
-launch._check_flags = lambda options: None
-sys.exit(launch.main(["--nproc-per-node", "1", *{nodes}, "train.py"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    argv = ["--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "train.py"]
+    command = [sys.executable, "-m", "megatron.pretrain.launch", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == TrainingFailure.exit_code, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"port {store.port} of 127.0.0.1 is taken")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_node_alone_meets_itself_at_a_port_that_nobody_can_take_before(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that was drawn was another connection's by the time that the store was made."""
+    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    register_backend()
+    handler = get_rendezvous_handler(RendezvousParameters(BACKEND, f"{host}:0", "job", 1, 1, "127.0.0.1"))
+    assert handler.next_rendezvous().world_size == 1
+    handler.shutdown()
 
 
 @pytest.mark.parametrize(

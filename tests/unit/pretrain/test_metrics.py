@@ -185,8 +185,9 @@ def test_the_alert_rules_are_about_metrics_and_labels_that_there_are(tmp_path: P
 
 
 def test_the_same_is_served_on_localhost_as_openmetrics() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    from world import free_port  # here: a job of `wandb_job` imports this file, and not that one
+
+    port = free_port()
     writer = metrics(port=port)
     writer.record(report(1))
     request = urllib.request.Request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,22 @@ def shown(folder: Path, store: Any, rank: int, report: ProtectionReport, node: s
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     board.close()
+
+
+def test_whoever_has_closed_the_status_can_remove_its_folder(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that came meanwhile kept it on the node, after jobs that had ended well."""
+    folder, write, is_writing = slot(tmp_path, 0), Path.write_text, threading.Event()
+    late = lambda *given: (is_writing.set(), time.sleep(0.2), write(*given))  # noqa: E731
+    monkeypatch.setattr(Path, "write_text", late)
+    board = StatusBoard(folder, store, {"rank": 0})
+    board.show(WELL)
+    assert is_writing.wait(60)
+    board.close()
+    content = sorted(folder.iterdir())
+    time.sleep(0.5)
+    assert sorted(folder.iterdir()) == content
 
 
 def store_of(store: Any) -> Any:

@@ -53,7 +53,7 @@ class StatusBoard:
         where = None if self._store is None else f"{self._store.host}:{self._store.port}"
         self._facts = {"version": STATUS_VERSION, **facts, "store": where}
         self._report: ProtectionReport | None = None
-        self._news, self._closed = threading.Event(), threading.Event()
+        self._news, self._closed, self._writing = threading.Event(), threading.Event(), threading.Lock()
         threading.Thread(target=self._run, name="moe-ckpt-status", daemon=True).start()
 
     def show(self, report: ProtectionReport) -> None:
@@ -63,8 +63,9 @@ class StatusBoard:
         self._news.set()
 
     def close(self) -> None:
-        """Nothing more is written."""
-        self._closed.set()
+        """Nothing more is written: the folder may be removed."""
+        with self._writing:
+            self._closed.set()
         self._news.set()
 
     def _run(self) -> None:
@@ -73,9 +74,10 @@ class StatusBoard:
             assert self._report is not None
             text = json.dumps(self._facts | facts_of(self._report) | _memory_left(self._folder))
             # By one rename, so that nobody reads half of it. Not synced: it means nothing once the node is down.
-            with suppress(OSError):
-                aside = self._folder / f".{STATUS_FILE}.{os.getpid()}"
-                aside.write_text(text)
+            with self._writing, suppress(OSError):
+                if self._closed.is_set():
+                    return
+                (aside := self._folder / f".{STATUS_FILE}.{os.getpid()}").write_text(text)
                 aside.replace(self._folder / STATUS_FILE)
             with suppress(RuntimeError, OSError):
                 self._publish(text)

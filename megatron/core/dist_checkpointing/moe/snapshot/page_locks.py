@@ -146,8 +146,7 @@ class PageLocks:
         """The mapping of a piece went away."""
         # No mutex: it is called wherever the last reference goes, perhaps by whoever holds it.
         self._watched.pop(address, None)
-        if self._locked.pop(address, None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        _unlock(self._locked, [address])
 
 
 def _forget(locks: weakref.ref[PageLocks], address: int) -> None:
@@ -157,7 +156,8 @@ def _forget(locks: weakref.ref[PageLocks], address: int) -> None:
 
 def _unlock(locked: dict[int, int], addresses: Sequence[int]) -> None:
     for address in addresses:
-        if locked.pop(address, None) is not None:
+        # A forked child, such as a reader of data, has the mappings, but no CUDA: the locks are its parent's.
+        if locked.pop(address, None) is not None and torch.cuda.is_initialized():
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
