@@ -164,3 +164,12 @@ def test_a_feature_that_changes_is_refused_by_its_flag_and_the_job_of_before_con
     job.run(*given)
     assert job.records() == undisturbed(AHEAD)
     assert 1 not in job.ran(1)[1:], "nothing begins again"
+
+
+@pytest.mark.full
+def test_a_feature_that_changes_is_refused_before_the_model_is_built_where_only_storage_has_the_state(
+    resume: Callable[..., Resumed],
+) -> None:
+    outcome = resume("storage", "--mtp-num-layers", "1", codes={2}).outcome
+    assert "--mtp-num-layers was None and is 1, but " in line_with(outcome, " was ")
+    assert "number of parameters" not in outcome.said

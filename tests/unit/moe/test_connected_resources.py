@@ -25,7 +25,11 @@ from megatron.core.dist_checkpointing.moe.in_place import process_groups, proces
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, release
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, missing_kernels, unreleasable
+from megatron.core.dist_checkpointing.moe.ports import Facts, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.stock import resumed_settings, survivors
+from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.types.layout import Field
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudagraphRecordNode, _CudaGraphRunner
 from megatron.core.transformer.module import GraphableMegatronModule
@@ -452,17 +456,31 @@ def test_kernels_that_do_not_load_are_one_line(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_another_dispatcher_is_refused_by_its_flag_where_iterations_are_run_again(
-    replays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_dispatcher_is_refused_by_its_flag_where_iterations_are_run_again(replays: bool) -> None:
     recorded = {"flags": {"moe_token_dispatcher_type": "alltoall"}}
-    entry = SimpleNamespace(state=resumed_settings.SEALED, snapshot=1)
-    reader = SimpleNamespace(
-        entries=lambda: [entry],
-        manifest=lambda _: SimpleNamespace(facts=SimpleNamespace(scalars={"trainer": recorded})),
-    )
-    monkeypatch.setattr(resumed_settings, "SlotReader", lambda _: reader)
+    manifest: Any = SimpleNamespace(facts=SimpleNamespace(scalars={"trainer": recorded}))
     given: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
     told = "--moe-token-dispatcher-type was alltoall and is flex"
     with pytest.raises(UsageError, match=told) if replays else contextlib.nullcontext():
-        resumed_settings.refuse_another_model(Path("slot"), given, replays=replays)
+        resumed_settings.refuse_another_model(("slot", manifest), given, replays=replays)
+
+
+@pytest.mark.parametrize("left_in", ["memory", "storage", "storage of another job", "nowhere"])
+def test_the_state_of_before_is_found_in_memory_or_else_in_storage(left_in: str, tmp_path: Path) -> None:
+    layout, slot, storage = Layout.of([Field("w/master", "float32", (4,))]), tmp_path / "slot", tmp_path / "storage"
+    slot.mkdir()
+    stores: dict[str, Any] = {
+        "memory": MemoryStore(slot, "job", 0, [layout.nbytes]),
+        "storage": FilesystemStore(storage, 1),
+        "of another rank": FilesystemStore(storage, 0),
+    }
+    for place, iteration in {"memory": 3, "storage": 4, "of another rank": 9}.items():
+        if left_in.startswith(place) or place == "of another rank":
+            with stores[place].reserve(SnapshotId(iteration, int(place != "of another rank")), layout) as writer:
+                writer.put("w/master", bytes(16))
+                writer.seal(Facts("other" if left_in == "storage of another job" else "job"))
+    folder = stores["memory"].directory
+    stores["memory"].close()
+    found = resumed_settings.newest_state(folder, str(storage), 1, "job")
+    expected = {"memory": (str(folder), 3), "storage": (str(storage), 4)}.get(left_in)
+    assert (found and (found[0], found[1].snapshot.iteration)) == expected

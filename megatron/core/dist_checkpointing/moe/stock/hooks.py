@@ -57,7 +57,7 @@ from .iteration import (
     boundary,
     mean_loss,
 )
-from .resumed_settings import flags_hold, refuse_another_model, refuse_other_flags, shaping_flags, told
+from .resumed_settings import flags_hold, newest_state, refuse_another_model, refuse_other_flags, shaping_flags, told
 from .seams import Call, Hook
 from .survivors import Survivors
 
@@ -154,7 +154,8 @@ class Hooks:
         self._config, self._flags = config, shaping_flags(args)
         place = ProcessInfo.from_environment()
         if config.strategy != "none" and place.job_id:  # others are named when all ranks have met
-            refuse_another_model(slot_of(config, place), self._flags, replays=STRATEGIES[config.strategy].replays)
+            left = newest_state(slot_of(config, place), config.persist_dir, args.rank, place.job_id)
+            refuse_another_model(left, self._flags, replays=STRATEGIES[config.strategy].replays)
         # Asks behind each iteration whether nodes wait to join.
         self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
         self._saves = StockSaves(args, config.secret_file, protects=config.strategy != "none")
