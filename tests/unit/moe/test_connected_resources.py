@@ -447,6 +447,13 @@ def test_a_flex_dispatcher_that_is_not_installed_or_in_part_is_one_line(
     assert not list(missing_kernels(SimpleNamespace(**vars(args) | {"moe_token_dispatcher_type": "alltoall"})))
 
 
+def test_a_backend_that_is_not_known_is_one_line() -> None:
+    """A recipe's configuration has no parser that would refuse it."""
+    config = SimpleNamespace(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deep", num_moe_experts=8)
+    (line,) = missing_kernels(config)
+    assert line == "--moe-flex-dispatcher-backend deep is unknown; choose deepep, hybridep, ncclep"
+
+
 def test_kernels_that_do_not_load_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "deep_ep.py").write_text("raise OSError('libnvshmem_host.so.3: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -302,6 +302,9 @@ def missing_kernels(args: Any) -> Iterator[str]:
     if getattr(args, "moe_token_dispatcher_type", None) != "flex" or not experts:
         return
     backend = flex_backend(args)
+    if backend not in _KERNELS:
+        yield f"--moe-flex-dispatcher-backend {backend} is unknown; choose {', '.join(_KERNELS)}"
+        return
     package, name = _KERNELS[backend]
     try:
         if hasattr(importlib.import_module(package), name):
