@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
-from megatron.core.dist_checkpointing.moe.replication import connections, staged
+from megatron.core.dist_checkpointing.moe.replication import connections, staged, tcp
 from megatron.core.dist_checkpointing.moe.replication.connections import AT_ONCE_BYTES, Connections, hang_up
 from megatron.core.dist_checkpointing.moe.replication.staged import StagedTransport
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
@@ -215,6 +215,25 @@ def test_a_transfer_that_is_dropped_lets_go_of_its_memory_and_breaks_the_connect
     transfer = one.receive(1, memoryview(into))
     del transfer
     into.append(0)
+    assert "rank 0 gave up to receive" in lost(lambda: one.total([1]))
+
+
+def test_a_transfer_that_is_collected_while_its_thread_posts_a_message_stops_nobody(
+    connected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where frames of an exception hold it, in a circle."""
+    monkeypatch.setattr(tcp, "_LET_GO_S", SHORT_S)
+    one, _ = connected(2)
+    held, lane = [one.receive(1, memoryview(bytearray(10 * CHUNK_BYTES)))], one.lane(1, 4, is_send=True)
+
+    def collect() -> None:
+        with lane.due:  # of the lock under which messages are posted
+            held.clear()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
     assert "rank 0 gave up to receive" in lost(lambda: one.total([1]))
 
 

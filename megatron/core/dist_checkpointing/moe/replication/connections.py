@@ -108,7 +108,7 @@ class Connections:
         self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         # One lock for lanes, sockets and arrivals: whoever ends them finds all that is there, and what comes later
         # finds `why`.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a transfer may be collected, and end them, by whoever holds it
         self._arriving, self.lanes = threading.Condition(self._lock), list[MessageLane]()
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self.sockets = {self._listener}
@@ -272,7 +272,7 @@ class MessageLane:
     def __init__(
         self,
         connections: Connections,
-        lock: threading.Lock,
+        lock: threading.RLock,
         open_: Callable[[], socket.socket],
         other: str,
         move: Mover,
