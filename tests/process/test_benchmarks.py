@@ -30,6 +30,9 @@ ROWS = {
 }
 """What each prints at last."""
 LONG = (
+    "api_overhead",
+    "control_plane",
+    "snapshot",
     "slow_links",
     "recovery",
     "replica_loss",

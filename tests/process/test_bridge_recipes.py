@@ -125,6 +125,7 @@ def test_a_killed_recipe_that_predicts_further_tokens_ends_as_the_undisturbed_on
     assert found == plain
 
 
+@pytest.mark.full
 def test_a_moment_of_a_layer_that_predicts_further_tokens_is_missed_by_name(memory: Path, tmp_path: Path) -> None:
     protection = {"strategy": "full", "memory_dir": str(memory)}
     code, said = run(tmp_path, TORCHRUN, protection, WITHOUT="mtp.layers.0:exp_avg")

@@ -48,6 +48,7 @@ def whole(cluster: Cluster, tmp_path: Path) -> dict[str, int]:
     return {"all": most, "snapshots": most - logs}
 
 
+@pytest.mark.full
 def test_a_fixed_window_gives_up_logs_then_the_window_then_protection(
     cluster: Cluster, tmp_path: Path, whole: dict[str, int]
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(
     ("layout", "model"),
     [
         pytest.param(GRID, (*MXFP8, *OVERLAP, *UNTIED), id="two stages, overlapped"),
-        pytest.param(GRID, (*BLOCKWISE, *OVERLAP, *UNTIED), id="blockwise"),
+        pytest.param(GRID, (*BLOCKWISE, *OVERLAP, *UNTIED), id="blockwise", marks=pytest.mark.full),
         pytest.param(PAIR, MXFP8, id="at once", marks=pytest.mark.full),
     ],
 )
@@ -145,7 +145,7 @@ def test_saves_resume_to_the_bit(engine_world: World, corpus: str, tmp_path: Pat
     check_saves_resume(engine_world, corpus, PAIR, tmp_path, *MXFP8, *OVERLAP)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_attention_in_eight_bits_keeps_scales_whatever_the_recipe_and_they_come_back(
     engine_world: World,
     corpus: str,

@@ -83,6 +83,7 @@ def differing(one: Path, other: Path) -> set[str]:
     return {component for component in here if here[component] != there[component]}
 
 
+@pytest.mark.full
 def test_a_conversion_on_a_cpu_carries_random_states_of_gpus_along_unchanged(stored: Stored, tmp_path: Path) -> None:
     folder = stored(FULL)
     ended = convert(folder / "gpu", tmp_path)
