@@ -133,11 +133,10 @@ def test_a_moment_of_a_layer_that_predicts_further_tokens_is_missed_by_name(memo
     assert "exp_avg of mtp.layers.0" in said, said
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param(STAGES, id="further tokens, two stages"),
+        pytest.param(STAGES, id="further tokens, two stages", marks=pytest.mark.full),
         pytest.param(
             MUON,
             id="muon",

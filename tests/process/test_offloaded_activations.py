@@ -30,7 +30,7 @@ TABLE = "Activation Offload Summary"
 """What all ranks of a job print together when each has learned what it offloads."""
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_stage_that_replays_alone_offloads_alone(
     undisturbed: Callable[[Case], Run],
     engine_cluster: Cluster,

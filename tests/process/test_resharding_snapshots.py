@@ -269,10 +269,12 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    ("own", "other"), [pytest.param(*change, id=f"{change[0]}-to-{change[1]}") for change in WINDOWS]
-)
+    ("own", "other"),
+    [pytest.param(*change, id=f"{change[0]}-to-{change[1]}", marks=[pytest.mark.full] if at else [])
+     for at, change in enumerate(WINDOWS)],
+)  # fmt: skip
 def test_a_window_of_another_layout_is_run_again_there_and_comes_back_here(
     own: Layout, other: Layout, train: Train, cluster: Cluster, tmp_path: Path
 ) -> None:

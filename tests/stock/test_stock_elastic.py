@@ -144,7 +144,7 @@ OF_EIGHT_EXPERTS = (shape(8, ep=2, batch=24, experts=8), shape(6, ep=2, batch=24
 @pytest.mark.parametrize(
     ("sizes", "strategy"),
     [
-        pytest.param(FOUR_TWO_FOUR, SPARSE, id="4-2-4-sparse", marks=[pytest.mark.full, LONG]),
+        pytest.param(FOUR_TWO_FOUR, SPARSE, id="4-2-4-sparse", marks=[pytest.mark.ci, LONG]),
         pytest.param(
             FOUR_TWO_FOUR,
             (*SPARSE, "--moe-ckpt-replay-tolerance", "1e-3"),
