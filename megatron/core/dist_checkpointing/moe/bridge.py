@@ -76,8 +76,8 @@ def protected[**Given, Returned](
         settings: If not given, those of the environment variable MOE_CKPT_FLAGS, else of `cfg.checkpoint.moe_ckpt`.
 
     Raises:
-        UsageError: The settings cannot work with Bridge; or, when called, another checkpoint manager is configured, or
-            something that cannot be protected.
+        UsageError: The settings cannot work with Bridge. From the returned function: the configuration has another
+            checkpoint manager, or a feature of `refusals`.
     """
     settings = settings or _settings_from_environment()
     if settings is not None and settings.strategy == "none":
