@@ -1,8 +1,9 @@
 """Imports Megatron-Core, importing this module does, in half the time: a rank that is restarted is there sooner.
 
 Core decorates its fused functions with `torch.compile` while it is imported, and that imports torch's compiler, which
-few jobs need. Here functions are compiled when they are called first, and not at all where a CPU plays the device. And
-Python looks for garbage again and again while a million objects come to be that all stay.
+few jobs need. Here functions are compiled when they are called first, and not at all where a CPU plays the device. Its
+timers import wandb, an eighth of the rest. And Python looks for garbage again and again while a million objects come to
+be that all stay.
 
 A rank that a launcher has started ends at once at Ctrl-C from here on, and outlives who reads its output.
 
@@ -56,6 +57,26 @@ def compiled_at_first_call(torch: ModuleType) -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_now  # type: ignore[attr-defined]
+
+
+class _Writer:
+    """Stands for wandb in core's timers, which do nothing with it but to ask whether a writer is that package."""
+
+    def __eq__(self, writer: object) -> bool:
+        return writer is sys.modules.get("wandb")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def timers_without_wandb() -> Iterator[None]:
+    """Core's timers, imported in the block, do not import wandb; they write to it once the job has imported it."""
+    # Where None stands there, `import wandb` fails as if it were not installed.
+    imported = sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    yield
+    if imported is None:
+        del sys.modules["wandb"]
+        importlib.import_module("megatron.core.timers").wandb = _Writer()
 
 
 def refuse_half_installed() -> None:
@@ -117,7 +138,7 @@ def _import() -> None:
     try:
         import torch
 
-        with compiled_at_first_call(torch):
+        with compiled_at_first_call(torch), timers_without_wandb():
             _load_engine_for_cpu()
             refuse_half_installed()
             load_megatron_core()

@@ -27,6 +27,26 @@ def test_the_compiler_is_not_imported_with_megatron_core_and_is_there_for_all_ot
     assert result.stdout.split() == ["True", "False", "True", "torch", "<lambda>"]
 
 
+TIMERS = """
+import sys, types, megatron.pretrain.core_import
+print("wandb" in sys.modules)
+from megatron.core.timers import Timers
+class Wandb(types.ModuleType):
+    log = staticmethod(lambda values, iteration: print(sorted(values), iteration))
+writer = sys.modules["wandb"] = Wandb("wandb")  # as the job imports it when `--wandb-project` is given
+timers = Timers(2, "max")
+timers._get_global_min_max_time = lambda names, *_: {name: (0.1, 0.2) for name in names}
+timers.write(["forward"], writer, 7)
+timers.write(["forward"], Wandb("another"), 8)
+"""
+
+
+def test_timers_write_to_wandb_that_is_imported_when_the_job_asks_for_it() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", TIMERS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split("\n") == ["False", "['forward-time'] 7", ""]
+
+
 WITHOUT_LOOP = """
 import importlib.util
 found = importlib.util.find_spec
