@@ -30,9 +30,11 @@ import torch
 def recording(folder: str) -> Iterator[None]:
     """Append how each iteration came out to a file of this rank in the folder, and at the end a digest of the state.
 
-    What `train_step` returns to the loop is recorded, on the way out of all that is wrapped around it.
+    What `train_step` returns to the loop is recorded, on the way out of all that is wrapped around it. Mock data has
+    2,000 of its 100,000 documents: shuffling millions of sequences as short as these was a third of a job.
     """
     import megatron.training
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
@@ -69,7 +71,8 @@ def recording(folder: str) -> Iterator[None]:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    with mock.patch.object(megatron.training, "pretrain", pretrain):
+    documents = mock.patch.object(MockGPTLowLevelDataset, "size", 2000)
+    with documents, mock.patch.object(megatron.training, "pretrain", pretrain):
         yield
 
 
