@@ -15,6 +15,8 @@ export PIP_NO_INDEX = 1
 export PIP_FIND_LINKS = $(abspath $(WHEELHOUSE))
 endif
 export PYTHONWARNINGS ?= ignore::FutureWarning
+# Some images turn this on: each process then compiles this source tree again.
+export PYTHONDONTWRITEBYTECODE =
 
 # LOCKED=1: packages of which every file has the recorded hash, torch apart, whose build follows the machine.
 LOCK = requirements/lock-py$(shell $(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt

@@ -91,7 +91,7 @@ def copied(root: Path) -> None:
 def notices(root: Path, tests: Sequence[str], selection: Sequence[str]) -> str:
     """What failed first in the tests of a copy; empty if nothing did."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection, *tests]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ended = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -11,6 +11,7 @@ if os.environ["WORLD_WITH_TRANSFORMER_ENGINE"]:
 import torch._dynamo  # noqa: F401  # as any optimizer does when it is made
 
 import pretrain_gpt_moe  # noqa: F401
+from megatron.core.dist_checkpointing.moe import stock  # noqa: F401  # as the loop does for a job
 from megatron.core.dist_checkpointing.moe.extensions import EXTENSIONS, load
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.pretrain import warm_up
