@@ -93,7 +93,7 @@ ROWS = {
         f"{VALUES} extensions strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.in_place": Row(
-        "errors core_versions device megatron_state recovery replication runtime standby types",
+        "config errors core_versions device megatron_state ports recovery replication runtime standby storage types",
         "megatron.core torch",
     ),
     f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),

@@ -6,6 +6,8 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, bridge
 from megatron.core.dist_checkpointing.moe.bridge_survivors import BridgeSurvivors
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
 FULL = MoECheckpointConfig(strategy="full")
 
@@ -52,8 +56,8 @@ def configuration(**sections: Section) -> Section:
 class Recorder:
     """In the place of `MoECheckpointManager`."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.iteration, self.calls = 0, []
+    def __init__(self, *_: Any, **named: Any) -> None:
+        self.iteration, self.calls, self.state = 0, [], named.get("state")
         made.append(self)
 
     def resume(self, load: Any, newest: int, *, asked_for: bool) -> int:
@@ -120,6 +124,31 @@ def test_what_bridge_would_load_is_offered(
     monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
     bridge.protected(loads, FULL)(config=configuration(checkpoint=checkpoint), forward_step=lambda: None)
     assert made[-1].calls == [("resume", *asked)]
+
+
+def test_another_model_than_the_state_of_the_job_is_refused_before_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = configuration(model=Section(num_layers=4, mtp_num_layers=1), optimizer=Section(optimizer="adam"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "recipes")
+    monkeypatch.setenv("MOE_CKPT_NODE", "n0")
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    settings, layout = replace(FULL, memory_dir=str(tmp_path)), Layout.of([Field("w/master", "float32", (4,))])
+    bridge.protected(loads, settings)(recipe, lambda: None)
+    (tmp_path / "n0").mkdir()
+    with contextlib.closing(MemoryStore(tmp_path / "n0", "recipes", 0, [layout.nbytes])) as store:
+        with store.reserve(SnapshotId(3, 0), layout) as writer:
+            writer.put("w/master", bytes(16))
+            writer.seal(Facts("recipes", scalars={"trainer": made[-1].state.state_dict()}))
+        built: list[Any] = []
+        pretrain = bridge.protected(built.append, settings)
+        pretrain(recipe)
+        recipe.model.mtp_num_layers, recipe.optimizer.optimizer = 2, "muon"
+        told = "model.mtp_num_layers was 1 and is 2; optimizer.optimizer was adam and is muon, but .*n0.*start with the"
+        monkeypatch.setattr(bridge, "refusals", lambda *_: ())  # whether there is a Muon here
+        with pytest.raises(UsageError, match=told):
+            pretrain(recipe)
+    assert built == [recipe]
 
 
 def test_sparse_is_refused_by_name_before_anything_is_called() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -20,13 +19,14 @@ from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
+from megatron.core.dist_checkpointing.moe.in_place.newest_state import newest_state
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, release
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, missing_kernels, unreleasable
 from megatron.core.dist_checkpointing.moe.ports import Facts, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.stock import resumed_settings, survivors
+from megatron.core.dist_checkpointing.moe.stock import survivors
+from megatron.core.dist_checkpointing.moe.stock.resumed_settings import changed_model
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types.layout import Field
@@ -463,13 +463,10 @@ def test_kernels_that_do_not_load_are_one_line(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_another_dispatcher_is_refused_by_its_flag_where_iterations_are_run_again(replays: bool) -> None:
+def test_another_dispatcher_is_named_by_its_flag_where_iterations_are_run_again(replays: bool) -> None:
     recorded = {"flags": {"moe_token_dispatcher_type": "alltoall"}}
-    manifest: Any = SimpleNamespace(facts=SimpleNamespace(scalars={"trainer": recorded}))
-    given: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
-    told = "--moe-token-dispatcher-type was alltoall and is flex"
-    with pytest.raises(UsageError, match=told) if replays else contextlib.nullcontext():
-        resumed_settings.refuse_another_model(("slot", manifest), given, replays=replays)
+    changed = changed_model(recorded, {"moe_token_dispatcher_type": "flex"}, replays=replays)
+    assert changed == ["--moe-token-dispatcher-type was alltoall and is flex"] * replays
 
 
 @pytest.mark.parametrize("left_in", ["memory", "storage", "storage of another job", "nowhere"])
@@ -488,6 +485,6 @@ def test_the_state_of_before_is_found_in_memory_or_else_in_storage(left_in: str,
                 writer.seal(Facts("other" if left_in == "storage of another job" else "job"))
     folder = stores["memory"].directory
     stores["memory"].close()
-    found = resumed_settings.newest_state(folder, str(storage), 1, "job")
+    found = newest_state(folder, str(storage), 1, "job")
     expected = {"memory": (str(folder), 3), "storage": (str(storage), 4)}.get(left_in)
     assert (found and (found[0], found[1].snapshot.iteration)) == expected

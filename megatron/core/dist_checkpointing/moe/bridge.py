@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -44,10 +44,11 @@ from . import features
 from .bridge_survivors import BridgeSurvivors
 from .config import MoECheckpointConfig, add_flags, from_namespace
 from .errors import UsageError
+from .in_place.newest_state import refuse_another_model
 from .in_place.process_restart import missing_kernels
 from .manager import MoECheckpointManager
 from .megatron_state.optimizer_state import loading_step_counts
-from .megatron_state.trainer_state import random_states, restore_random
+from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
 
 SETTINGS = "MOE_CKPT_FLAGS"
@@ -62,6 +63,7 @@ _COUNTS = (
     "consumed_valid_samples",
     "floating_point_operations_so_far",
 )
+_OF_MODEL = "num_layers", "hidden_size", "num_moe_experts", "mtp_num_layers"
 
 
 def protected[**Given, Returned](
@@ -84,7 +86,7 @@ def protected[**Given, Returned](
         return pretrain
     run = None if settings is None else _Run(settings)
 
-    @functools.wraps(pretrain)
+    @wraps(pretrain)
     def protected_pretrain(*given: Given.args, **named: Given.kwargs) -> Returned:
         config: Any = named["config"] if "config" in named else given[0]
         name = f"{BridgeCheckpointManager.__module__}.{BridgeCheckpointManager.__qualname__}"
@@ -95,6 +97,8 @@ def protected[**Given, Returned](
         current = run or _Run(_settings_of(config.checkpoint))
         if sentences := "; ".join(refusals(config)):  # before anything is built
             raise UsageError(sentences)
+        current.model = shaping(config)
+        refuse_another_model(current.settings, None, partial(_changed, given=current.model))
         with current.current(), current.survivors.building(config):
             return pretrain(*given, **named)
 
@@ -154,7 +158,7 @@ class BridgeCheckpointManager:
             global_batch_size=cfg.train.global_batch_size,
             micro_batch_size=cfg.train.micro_batch_size,
             seq_length=cfg.model.seq_length,
-            state=_BridgeCounts(state),
+            state=_BridgeCounts(state, self._run.model),
             timestamps=self._run.survivors.marks,
         )
 
@@ -248,14 +252,32 @@ def refusals(cfg: Any, ctx: Any = None) -> Iterator[str]:
     yield from (f"{what}: leave it out, or train without protection" for what, is_so in found.items() if is_so)
 
 
+def shaping(cfg: Any) -> dict[str, Json]:
+    """What of a configuration decides which tensors a state has, before Bridge completes it; as it is read from JSON.
+
+    Args:
+        cfg: Bridge's ConfigContainer.
+    """
+    model = getattr(cfg.model, "transformer", None) or cfg.model
+    found = {f"model.{name}": getattr(model, name, None) for name in _OF_MODEL}
+    return found | {"optimizer.optimizer": getattr(cfg.optimizer, "optimizer", None)}
+
+
+def _changed(recorded: Mapping[str, Any], given: Mapping[str, Json]) -> list[str]:
+    before = recorded.get(MODEL)
+    if not isinstance(before, Mapping):  # saved without `protected`, or by another loop
+        return []
+    return [f"{name} was {before[name]} and is {now}" for name, now in given.items() if before.get(name, now) != now]
+
+
 class _BridgeCounts:
     """What Bridge's loop counts; its `train_state` is another object once a checkpoint was loaded."""
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, state: Any, model: Mapping[str, Json]) -> None:
+        self._state, self._model = state, model
 
     def state_dict(self) -> dict[str, Json]:
-        return {name: getattr(self._state.train_state, name) for name in _COUNTS}
+        return {name: getattr(self._state.train_state, name) for name in _COUNTS} | {MODEL: dict(self._model)}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         self._state.train_state.step = values["iteration"]
@@ -284,6 +306,7 @@ class _Run:
             raise UsageError(sentences)
         self.settings, self._running = settings, contextlib.ExitStack()
         self.survivors = BridgeSurvivors(settings.timeout_s)
+        self.model: Mapping[str, Json] = {}  # unknown without `protected`
         self._owns_errors = False
 
     @contextlib.contextmanager

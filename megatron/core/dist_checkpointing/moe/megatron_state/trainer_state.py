@@ -109,6 +109,10 @@ ITERATION = "iteration"
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
 
 
+MODEL = "model"
+"""What a loop may say of its model, for later starts: nothing is restored from it, and older snapshots lack it."""
+
+
 class LoopState(Protocol):
     """What the training loop itself counts, such as consumed samples; whatever has these two methods will do."""
 
@@ -233,7 +237,7 @@ class LiveTrainerState:
         """Which random states were made on another kind of device, where that can be accepted."""
         live = self.tensors()
         missing = sorted(
-            [name for name in self.scalars() if name not in scalars]
+            [name for name in self.scalars() if name not in scalars and name != MODEL]
             + [f"random/{name}" for name in live if name not in tensors]
         )
         if missing:

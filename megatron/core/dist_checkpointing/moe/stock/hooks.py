@@ -37,11 +37,11 @@ from ..config import MoECheckpointConfig
 from ..dense_saves.choosing import one_iteration
 from ..errors import UsageError
 from ..extensions import load
+from ..in_place.newest_state import refuse_another_model
 from ..megatron_state.optimizer_state import allocate_step_counts, loading_step_counts
 from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
-from ..runtime.process_info import ProcessInfo, slot_of
 from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
@@ -57,7 +57,7 @@ from .iteration import (
     boundary,
     mean_loss,
 )
-from .resumed_settings import flags_hold, newest_state, refuse_another_model, refuse_other_flags, shaping_flags, told
+from .resumed_settings import changed_model, flags_hold, refuse_other_flags, shaping_flags, told
 from .seams import Call, Hook
 from .survivors import Survivors
 
@@ -152,10 +152,11 @@ class Hooks:
         else:
             self._check(config)
         self._config, self._flags = config, shaping_flags(args)
-        place = ProcessInfo.from_environment()
-        if config.strategy != "none" and place.job_id:  # others are named when all ranks have met
-            left = newest_state(slot_of(config, place), config.persist_dir, args.rank, place.job_id)
-            refuse_another_model(left, self._flags, replays=STRATEGIES[config.strategy].replays)
+        if config.strategy != "none":
+            replays = STRATEGIES[config.strategy].replays
+            refuse_another_model(
+                config, args.rank, functools.partial(changed_model, given=self._flags, replays=replays)
+            )
         # Asks behind each iteration whether nodes wait to join.
         self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
         self._saves = StockSaves(args, config.secret_file, protects=config.strategy != "none")

@@ -13,19 +13,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ..core_versions.training import replaced
-from ..errors import MoECheckpointError, UsageError
+from ..errors import UsageError
 from ..megatron_state.optimizer_state import members_by_layer
 from ..megatron_state.trainer_state import load_scheduler
-from ..ports import Json, Manifest
-from ..storage.objects import open_durable
-from ..storage.slot_reader import SEALED, SlotReader
+from ..ports import Json
 
 # Which flags of Megatron-LM shape what an iteration computes: where it is run again, they have to be as they were.
 
@@ -77,53 +74,17 @@ _OF_ORDER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_ena
 """What decides in which order tokens are added up: a replay with another dispatcher comes to other bits."""
 
 
-def newest_state(slot: Path, storage: str | None, rank: int, job_id: str) -> tuple[str, Manifest] | None:
-    """Where the newest state of a rank lies, in memory or else in storage, and its manifest.
+def changed_model(recorded: Mapping[str, Any], given: Mapping[str, Any], *, replays: bool) -> list[str]:
+    """Flags of another model or another optimizer than those of a state, each with both values.
 
     Args:
-        slot: The folder of its snapshots in memory, there or not.
-        storage: `--moe-ckpt-persist-dir`, if it is given.
-        rank: The rank.
-        job_id: Of the job: storage may have others too.
-
-    Returns:
-        None where nothing can be read yet, as where a secret is still to be taken.
-    """
-    reader = SlotReader(slot)
-    with contextlib.suppress(MoECheckpointError, ValueError):
-        newest = max((entry for entry in reader.entries() if entry.state == SEALED), key=lambda one: one.snapshot)
-        return str(slot), reader.manifest(newest)
-    with contextlib.suppress(MoECheckpointError):
-        if storage is not None:
-            stored = open_durable(storage, rank)
-            for snapshot in reversed(stored.snapshots(rank).sealed):
-                with stored.open(snapshot) as found:
-                    if found.manifest.facts.job == job_id:
-                        return storage, found.manifest
-    return None
-
-
-def refuse_another_model(state: tuple[str, Manifest] | None, given: Mapping[str, Any], *, replays: bool) -> None:
-    """Before the model is built: the state that this job left is of this model and this optimizer.
-
-    Training would begin from iteration 0 otherwise, for no tensor is found.
-
-    Args:
-        state: What `newest_state` has found.
+        recorded: What that state says of its loop.
         given: The flags of this run, of `shaping_flags`.
         replays: Whether iterations have to be run again behind that state.
-
-    Raises:
-        UsageError: Names the flags that differ.
     """
-    where, recorded = (state[0], state[1].facts.scalars.get("trainer")) if state is not None else ("", None)
-    flags = recorded.get("flags") if isinstance(recorded, Mapping) else None
-    if isinstance(flags, Mapping) and (changed := changed_flags(flags, given, _OF_STATE + _OF_ORDER * replays)):
-        told = "; ".join(f"{flag} was {was} and is {now}" for flag, was, now in changed)
-        raise UsageError(
-            f"{told}, but {where} has the state of this job as it was: start with the flags of before, or under another"
-            " job id"
-        )
+    flags, names = recorded.get("flags"), _OF_STATE + _OF_ORDER * replays
+    found = changed_flags(flags, given, names) if isinstance(flags, Mapping) else []
+    return [f"{flag} was {was} and is {now}" for flag, was, now in found]
 
 
 def changed_flags(
