@@ -82,7 +82,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
     ("part", "figure"),
     [
         pytest.param("facts", "machine", marks=pytest.mark.ci),
-        pytest.param("abort", "communicators of one rank: threads", marks=pytest.mark.ci),
+        pytest.param("abort", "communicators of one rank: threads", marks=pytest.mark.full),
         pytest.param("rates", "restore", marks=pytest.mark.ci),
         pytest.param("te", None, marks=pytest.mark.full),
         pytest.param("ranks", "a rank dies in p2p", marks=pytest.mark.full),

@@ -56,7 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", cases(CASES, fast=(), full=("full", "sparse-fp16", "logs-eager")))
+@pytest.mark.parametrize("name", cases(CASES, fast=(), full=("full", "sparse-fp16", "logs", "logs-eager")))
 def test_a_killed_job_on_an_asynchronous_device_ends_as_an_undisturbed_one_on_the_cpu(
     name: str, cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ PAIR = Layout(pp=1, ep=2, ranks=2)
 INTERLEAVED = Layout(pp=2, ep=2, ranks=4, vpp=2)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_killed_job_with_interleaved_stages_ends_as_one_without_overlap_and_faults(
     undisturbed: Callable[[Case], Run],
     engine_cluster: Cluster,

@@ -129,7 +129,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_job_with_a_reason(launch: L
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_nodes_of_moe_ckpt_run_recover_at_the_first_restart_with_nothing_set_and_a_spare_ends_well(
     launch: Launch, corpus: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,8 +175,9 @@ def test_a_page_for_new_users_has_no_command_that_no_test_runs() -> None:
         assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("page", KILLED)
+@pytest.mark.parametrize(
+    "page", [pytest.param(KILLED[0], marks=pytest.mark.ci), pytest.param(KILLED[1], marks=pytest.mark.full)]
+)
 def test_a_rank_is_killed_as_the_page_says_and_what_it_shows_is_printed(page: str, shell: Shell) -> None:
     (command,) = filter(kills, commands(page))
     said, shown = shell(command), printed(page)

@@ -145,8 +145,7 @@ class World:
         # Descriptors of workers that have ended are given back.
         self._workers = [(process, connection) for process, connection in self._workers if process.is_alive()]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["world_preload"])
-        _stop_server_unless(self._with_engine)
+        _choose_server(self._with_engine)
         given = os.environ.get("PYTHONPATH", "")  # perhaps another release of Megatron-Core
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), str(ROOT), given)))}
         with _environment({**paths, "OMP_NUM_THREADS": "1", WITH_ENGINE: "1" if self._with_engine else ""}):
@@ -162,15 +161,17 @@ class World:
         return spawned
 
 
-def _stop_server_unless(with_engine: bool) -> None:
-    """Stop the server that workers are forked from if it was started for the other kind of world."""
-    global _server_has_engine
-    if _server_has_engine not in (None, with_engine):
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    _server_has_engine = with_engine
+def _choose_server(with_engine: bool) -> None:
+    """Workers are forked from the server of this kind of world from here on; Python has one for all."""
+    of_python: Any = multiprocessing.forkserver
+    if with_engine not in _SERVERS:
+        _SERVERS[with_engine] = of_python.ForkServer()
+        _SERVERS[with_engine].set_forkserver_preload(["world_preload"])
+    of_python._forkserver = _SERVERS[with_engine]
+    of_python.connect_to_new_process = _SERVERS[with_engine].connect_to_new_process
 
 
-_server_has_engine: bool | None = None
+_SERVERS: dict[bool, Any] = {}
 
 
 class Running:

@@ -27,14 +27,21 @@ import torch
 
 
 @contextlib.contextmanager
+def few_documents() -> Iterator[None]:
+    """Mock data have 2,000 of core's 100,000 documents: millions of sequences as short as these are long to shuffle."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    with mock.patch.object(MockGPTLowLevelDataset, "size", 2000):
+        yield
+
+
+@contextlib.contextmanager
 def recording(folder: str) -> Iterator[None]:
     """Append how each iteration came out to a file of this rank in the folder, and at the end a digest of the state.
 
-    What `train_step` returns to the loop is recorded, on the way out of all that is wrapped around it. Mock data has
-    2,000 of its 100,000 documents: shuffling millions of sequences as short as these was a third of a job.
+    What `train_step` returns to the loop is recorded, on the way out of all that is wrapped around it.
     """
     import megatron.training
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
@@ -71,8 +78,7 @@ def recording(folder: str) -> Iterator[None]:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    documents = mock.patch.object(MockGPTLowLevelDataset, "size", 2000)
-    with documents, mock.patch.object(megatron.training, "pretrain", pretrain):
+    with few_documents(), mock.patch.object(megatron.training, "pretrain", pretrain):
         yield
 
 

@@ -98,7 +98,7 @@ def test_whatever_is_done_at_intervals_a_recovered_job_does_on_all_ranks_or_on_n
     assert job.records() == whole.records(), flags
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_ranks_that_wait_for_each_other_in_different_places_are_named_with_both_and_the_job_recovers(
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
