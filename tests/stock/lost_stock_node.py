@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lost_node import lose_node
-from stock_recording import few_documents
 
 import pretrain_gpt_moe
 from megatron.core.dist_checkpointing.moe.extensions.elastic.growth import Growth
@@ -35,5 +34,4 @@ if __name__ == "__main__":
     if float(os.environ["ALONE_S"]) and os.environ["WORLD_SIZE"] != os.environ["MOST_RANKS"]:
         take_time()
     faults.FaultInjector.__init__.__defaults__ = (lose_node,)
-    with few_documents():
-        sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))
+    sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))

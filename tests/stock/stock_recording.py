@@ -27,11 +27,12 @@ import torch
 
 
 @contextlib.contextmanager
-def few_documents() -> Iterator[None]:
-    """Mock data have 2,000 of core's 100,000 documents: millions of sequences as short as these are long to shuffle."""
+def documents(number: int) -> Iterator[None]:
+    """Mock data have this number of them. Millions of sequences, as core's 100,000 have where these are short, take a
+    third of a job to shuffle."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    with mock.patch.object(MockGPTLowLevelDataset, "size", 2000):
+    with mock.patch.object(MockGPTLowLevelDataset, "size", number):
         yield
 
 
@@ -78,7 +79,7 @@ def recording(folder: str) -> Iterator[None]:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    with few_documents(), mock.patch.object(megatron.training, "pretrain", pretrain):
+    with documents(2000), mock.patch.object(megatron.training, "pretrain", pretrain):
         yield
 
 

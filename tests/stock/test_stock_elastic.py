@@ -8,20 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 from runs import reports_in
 from stock_jobs import Shape
+from stock_recording import documents
 from world import ROOT
 
 SAME = "--attention-dropout 0 --dist-ckpt-optim-fully-reshardable --lr-decay-iters 20".split()
 
 
 def shape(ranks: int, ep: int = 1, batch: int = 4, experts: int = 4) -> Shape:
-    """Of one of the sizes of a job, whose batch stays."""
+    """Of one of the sizes of a job, whose batch stays; with the data of processes that are started outside of tests."""
     sizes = ("--global-batch-size", str(batch), "--num-experts", str(experts))
-    return Shape(ranks=ranks, pp=1, ep=ep, more=(*sizes, *SAME))
+    return Shape(ranks=ranks, pp=1, ep=ep, more=(*sizes, *SAME), hooks=(partial(documents, 100_000),))
 
 
 BOTH, ONE = shape(2), shape(1)
