@@ -77,7 +77,7 @@ PARTS = {
         1 << 30,
     ),
     "ranks": CheckPart(
-        (("test_nccl_ranks.py -k p2p or reduce", "test_nccl_ranks.py -k all-to-all"),), ("nccl",), 1 << 30
+        (("test_nccl_ranks.py -k p2p or reduce", "test_nccl_ranks.py -k all-to-all or flex"),), ("nccl",), 1 << 30
     ),
     "model": CheckPart(("test_cuda_model.py",), (), 45 << 30),
     "jobs": CheckPart(

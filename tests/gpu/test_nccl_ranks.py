@@ -13,10 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gpu_driver import DETERMINISTIC, LOCAL, SMALL, TIMEOUT_S, bounded, corpus, ending, unfit_nccl
 from gpu_place import REHEARSED, needs_device
 
@@ -62,17 +64,19 @@ def nccl() -> None:
 
 @dataclass
 class Ranks:
-    """A job of RANKS ranks on this GPU, with a standby."""
+    """A job of RANKS ranks on this GPU, or each on its own, with a standby."""
 
     folder: Path
     memory: Path
     data: str
+    share: bool = True
 
     def run(self, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """From its begin to its end."""
         self.folder.mkdir()
         launcher = ["-m", "megatron.pretrain.launch", "--nproc-per-node", str(RANKS), "--max-restarts", "2"]
-        script = str(Path(__file__).with_name("strike_in_call.py"))
+        here = Path(__file__)
+        script = str(here.with_name("strike_in_call.py") if self.share else here.parents[2] / "pretrain_gpt_moe.py")
         more = ["--data-path", self.data, "--metrics-jsonl", str(self.reports), "--train-iters", str(ITERATIONS)]
         command = [
             sys.executable,
@@ -87,6 +91,8 @@ class Ranks:
             *more,
         ]
         environment = os.environ | SHARED_GPU | preloaded() | {"OMP_NUM_THREADS": "1", "STRIKE_IN": ""} | variables
+        if not self.share:
+            environment |= dict.fromkeys(("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_P2P_DISABLE"), "0")
         return bounded([*command, *flags], TIMEOUT_S, environment)
 
     @property
@@ -142,3 +148,27 @@ def test_survivors_of_a_rank_that_dies_in_a_collective_keep_their_processes_and_
     assert struck.exists(), "it never made that call"
     assert [recovery["stayed"] for recovery in recoveries] == [RANKS - 1]
     assert job.losses() == straight.losses()
+
+
+FLEX = """
+--moe-token-dispatcher-type flex --moe-router-dtype fp32 --hidden-size 2048 --num-attention-heads 16
+""".split()
+
+
+@pytest.mark.takes(150)
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"fewer than {RANKS} GPUs: flex dispatchers not tested")
+@pytest.mark.skipif(find_spec("deep_ep") is None, reason="deep_ep is not installed: flex dispatchers not tested")
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_survivors_make_the_buffers_of_a_flex_dispatcher_anew_and_keep_every_bit(
+    backend: str, straight: Ranks, tmp_path: Path, shm: Path, record: Record
+) -> None:
+    flags = (*FLEX, "--moe-flex-dispatcher-backend", backend)
+    jobs = [Ranks(tmp_path / name, shm, straight.data, share=False) for name in ("straight", "struck")]
+    protected = (*PROTECTED, "--moe-ckpt-memory-dir", str(shm), "--moe-ckpt-inject-fault", "1@5:forward-backward")
+    for job, more in zip(jobs, ((), protected), strict=True):
+        done = job.run(*flags, *more)
+        assert done.returncode == 0, ending(done)
+    recoveries = [line["recovery"] for line in jobs[1].lines("recovery")]
+    record(f"a rank dies with buffers of {backend}", recoveries=recoveries)
+    assert [recovery["stayed"] for recovery in recoveries] == [RANKS - 1]
+    assert jobs[1].losses() == jobs[0].losses()

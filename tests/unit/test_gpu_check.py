@@ -20,6 +20,7 @@ from _pytest.mark.expression import Expression
 from gpu_driver import DETERMINISTIC, ENGINE, LOCAL, SMALL, Job, corpus, unfit_nccl
 from megatron_flags import judged
 from test_cuda_session import GRAPHS, STRATEGIES, WARM
+from test_nccl_ranks import FLEX, LAYOUT, PROTECTED, RANKS
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.pretrain.indexed_corpus import open_corpus
@@ -218,6 +219,16 @@ def test_a_wheelhouse_keeps_pip_from_any_index() -> None:
 def test_megatron_lm_takes_the_flags_of_the_jobs_that_it_starts(layers: Sequence[str]) -> None:
     args = judged([*SMALL, *layers, *DETERMINISTIC, "--data-path", "corpus"], 1)
     assert (args.device, args.deterministic_mode) == ("cuda", True)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_protection_takes_the_job_with_buffers_of_a_flex_dispatcher(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object, HybridEPBuffer=object))
+    flags = [*SMALL, *LOCAL, *LAYOUT, *DETERMINISTIC, *FLEX, "--moe-flex-dispatcher-backend", backend, *PROTECTED]
+    args = judged([*flags, "--data-path", "corpus"], RANKS)
+    assert (args.moe_token_dispatcher_type, args.moe_ckpt_strategy) == ("flex", "full")
 
 
 @pytest.mark.parametrize("strategy", ["full", "sparse"])
