@@ -33,7 +33,8 @@ def test_a_killed_job_with_graphs_of_whole_iterations_ends_as_the_undisturbed_on
 
 @pytest.mark.full
 def test_iterations_that_are_run_again_through_a_graph_are_noticed(new_job, undisturbed) -> None:
-    job = new_job(CAPTURED)
-    job.run(*SPARSE, *FAULT, codes={KILLED, 1})
-    job.start(*SPARSE, *FAULT, hooks=[replayed_through_graphs]).wait_or_restart()
+    # The second iteration is captured; of three in a window it has frozen operators.
+    job, flags = new_job(CAPTURED), (*SPARSE[:3], "3", "--moe-ckpt-inject-fault", "1@5:step")
+    job.run(*flags, codes={KILLED, 1})
+    job.start(*flags, hooks=[replayed_through_graphs]).wait_or_restart()
     assert job.records() != undisturbed(CAPTURED)
