@@ -160,10 +160,10 @@ FLEX = """
 @pytest.mark.skipif(find_spec("deep_ep") is None, reason="deep_ep is not installed: flex dispatchers not tested")
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 def test_survivors_make_the_buffers_of_a_flex_dispatcher_anew_and_keep_every_bit(
-    backend: str, straight: Ranks, tmp_path: Path, shm: Path, record: Record
+    backend: str, tmp_path: Path, shm: Path, record: Record
 ) -> None:
-    flags = (*FLEX, "--moe-flex-dispatcher-backend", backend)
-    jobs = [Ranks(tmp_path / name, shm, straight.data, share=False) for name in ("straight", "struck")]
+    flags, data = (*FLEX, "--moe-flex-dispatcher-backend", backend), corpus(tmp_path)
+    jobs = [Ranks(tmp_path / name, shm, data, share=False) for name in ("straight", "struck")]
     protected = (*PROTECTED, "--moe-ckpt-memory-dir", str(shm), "--moe-ckpt-inject-fault", "1@5:forward-backward")
     for job, more in zip(jobs, ((), protected), strict=True):
         done = job.run(*flags, *more)
