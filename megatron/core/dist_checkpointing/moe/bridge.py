@@ -98,7 +98,7 @@ def protected[**Given, Returned](
         if sentences := "; ".join(refusals(config)):  # before anything is built
             raise UsageError(sentences)
         current.model = shaping(config)
-        refuse_another_model(current.settings, None, partial(_changed, given=current.model))
+        refuse_another_model(current.settings, partial(_changed, given=current.model))
         with current.current(), current.survivors.building(config):
             return pretrain(*given, **named)
 

@@ -16,14 +16,11 @@ from ..storage.objects import open_durable
 from ..storage.slot_reader import SEALED, SlotReader
 
 
-def refuse_another_model(
-    config: MoECheckpointConfig, rank: int | None, changes: Callable[[Mapping[str, Any]], Sequence[str]]
-) -> None:
+def refuse_another_model(config: MoECheckpointConfig, changes: Callable[[Mapping[str, Any]], Sequence[str]]) -> None:
     """Refuse a state of another model: training would begin from iteration 0, for no tensor is found.
 
     Args:
         config: The settings.
-        rank: This rank; None: as the launcher says.
         changes: What differs between what that state says of its loop, and this run.
 
     Raises:
@@ -32,7 +29,7 @@ def refuse_another_model(
     place = ProcessInfo.from_environment()
     if not place.job_id:  # others are named when all ranks have met
         return
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")  # no process group says it yet
     found = newest_state(slot_of(config, place), config.persist_dir, rank, place.job_id)
     where, recorded = (found[0], found[1].facts.scalars.get("trainer")) if found is not None else ("", None)
     if isinstance(recorded, Mapping) and (told := "; ".join(changes(recorded))):

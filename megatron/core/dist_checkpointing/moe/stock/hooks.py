@@ -154,9 +154,7 @@ class Hooks:
         self._config, self._flags = config, shaping_flags(args)
         if config.strategy != "none":
             replays = STRATEGIES[config.strategy].replays
-            refuse_another_model(
-                config, args.rank, functools.partial(changed_model, given=self._flags, replays=replays)
-            )
+            refuse_another_model(config, functools.partial(changed_model, given=self._flags, replays=replays))
         # Asks behind each iteration whether nodes wait to join.
         self._growth = load("elastic.growth").Growth(config, args) if config.elastic is not None else None
         self._saves = StockSaves(args, config.secret_file, protects=config.strategy != "none")
