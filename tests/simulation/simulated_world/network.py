@@ -104,6 +104,7 @@ class Network:
         self.lives = [world.life_of(rank) for rank in range(world_size)]
         self._channels: dict[str, Channel] = {}
         self._cut: set[frozenset[int]] = set()
+        self._deaths, self._gone = -1, frozenset[int]()
 
     def channel(self, name: str) -> Channel:
         """The transports of this name."""
@@ -124,22 +125,36 @@ class Network:
         for channel in self._channels.values():
             self.meet(channel)
 
+    @property
+    def gone(self) -> frozenset[int]:
+        """The ranks that were there when the network began and were killed since; asked for at each switch."""
+        world = self.world
+        if self._deaths != world.deaths:
+            everyone = range(self.world_size)
+            self._gone = frozenset(r for r in everyone if world.is_dead(r) or world.life_of(r) != self.lives[r])
+            self._deaths = world.deaths
+        return self._gone
+
     def reaches(self, one: int, other: int) -> bool:
         """Whether messages between two ranks arrive; from dead ranks none do."""
-        dead = self.is_dead(one) or self.is_dead(other)
-        return one == other or not (dead or frozenset((one, other)) in self._cut)
+        gone = self.gone
+        return one == other or not (
+            one in gone or other in gone or (self._cut and frozenset((one, other)) in self._cut)
+        )
 
-    def is_dead(self, rank: int) -> bool:
-        """Whether the rank that was there when the network began was killed since."""
-        return self.world.is_dead(rank) or self.world.life_of(rank) != self.lives[rank]
+    def reaches_all(self, one: int) -> bool:
+        """Whether messages of a rank arrive at all others."""
+        return not (self.gone or self._cut) or all(self.reaches(one, other) for other in range(self.world_size))
 
     def broken(self, connection: Connection | None, me: int, others: Sequence[int]) -> str:
         """Which of the others is dead, or has left the connection, as far as `me` can know; empty when none."""
-        left = connection.left if connection is not None else {}
+        left, gone = connection.left if connection is not None else {}, self.gone
+        if not (left or gone):
+            return ""
         for other in others:
             if other == me:
                 continue
-            if self.resets and self.is_dead(other):
+            if self.resets and other in gone:
                 return f"rank {other} is dead"
             if other in left and self.reaches(me, other):
                 return f"rank {other} closed the connection ({left[other]})"

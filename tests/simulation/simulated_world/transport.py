@@ -204,7 +204,7 @@ class FakeTransport:
 
         def state() -> tuple[str, float]:
             done_s = here.done_s.get(self._rank, math.inf)
-            cut_off = not all(self._network.reaches(self._rank, one) for one in everyone)
+            cut_off = not self._network.reaches_all(self._rank)
             # What all have sent arrives, also after one of them has closed the connection.
             broken = self._network.broken(None if here.done_s else connection, self._rank, everyone)
             return broken, math.inf if cut_off else done_s

@@ -99,9 +99,10 @@ class World:
         self._current: Thread | None = None
         self._dead: set[int] = set()
         self._lives: Counter[int] = Counter()
+        self.deaths = 0  # ends and new lives of ranks: until it changes, who is dead stays the same
         self._idle = threading.Event()
         self._failure: BaseException | None = None
-        self._processor = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        self._processor = _processor()
 
     def now_s(self) -> float:
         """Virtual seconds since the start of the world."""
@@ -178,6 +179,7 @@ class World:
     def kill(self, rank: int) -> None:
         """End all threads of a rank at once; the calling one by raising Killed, if it is one of them."""
         self._dead.add(rank)
+        self.deaths += 1
         for thread in self._threads:
             thread.killed = thread.killed or thread.rank == rank
         self._require_alive()
@@ -190,6 +192,7 @@ class World:
         if rank in self._dead:
             self._dead.discard(rank)
             self._lives[rank] += 1
+            self.deaths += 1
 
     def run(self) -> None:
         """Run until all threads have ended. May be called again after more were spawned.
@@ -288,6 +291,14 @@ class World:
                 stack = "".join(traceback.format_stack(at[0])) if at else "unknown"
                 raise Deadlock(f"seed {self.seed}: {me} has not come to an event for {_STALLED_S:g} s:\n{stack}")
             seen = len(self.trace)
+
+
+def _processor() -> int | None:
+    """One of the processors for all threads of a world; each worker of pytest-xdist takes another."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    mine, worker = sorted(os.sched_getaffinity(0)), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    return mine[int(worker.removeprefix("gw")) % len(mine)]
 
 
 def _never() -> bool:
