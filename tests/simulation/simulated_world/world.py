@@ -99,7 +99,7 @@ class World:
         self._current: Thread | None = None
         self._dead: set[int] = set()
         self._lives: Counter[int] = Counter()
-        self.deaths = 0  # ends and new lives of ranks: until it changes, who is dead stays the same
+        self.deaths = 0  # until it changes nobody was killed: a new life is no old one come back
         self._idle = threading.Event()
         self._failure: BaseException | None = None
         self._processor = _processor()
@@ -192,7 +192,6 @@ class World:
         if rank in self._dead:
             self._dead.discard(rank)
             self._lives[rank] += 1
-            self.deaths += 1
 
     def run(self) -> None:
         """Run until all threads have ended. May be called again after more were spawned.
