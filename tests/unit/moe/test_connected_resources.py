@@ -8,6 +8,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.in_place import process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.building import Build
-from megatron.core.dist_checkpointing.moe.in_place.newest_state import newest_state
+from megatron.core.dist_checkpointing.moe.in_place.newest_state import newest_state, refuse_another_model
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, release
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import flex_backend, missing_kernels, unreleasable
 from megatron.core.dist_checkpointing.moe.ports import Facts, Layout, SnapshotId
@@ -488,3 +491,25 @@ def test_the_state_of_before_is_found_in_memory_or_else_in_storage(left_in: str,
     found = newest_state(folder, str(storage), 1, "job")
     expected = {"memory": (str(folder), 3), "storage": (str(storage), 4)}.get(left_in)
     assert (found and (found[0], found[1].snapshot.iteration)) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "refused"),
+    [({"RANK": "1", "SLURM_PROCID": "0"}, True), ({"SLURM_PROCID": "1"}, True), ({"RANK": "0"}, False), ({}, False)],
+    ids=str,
+)
+def test_the_state_in_storage_that_is_judged_is_that_of_the_rank_that_the_launcher_names(
+    launcher: dict[str, str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (launcher | {"SLURM_JOB_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    layout = Layout.of([Field("w/master", "float32", (4,))])
+    for rank in (0, 1):
+        with FilesystemStore(tmp_path / "storage", rank).reserve(SnapshotId(3, rank), layout) as writer:
+            writer.put("w/master", bytes(16))
+            writer.seal(Facts("slurm-7", scalars={"trainer": {"optimizer": ["adam", "muon"][rank]}}))
+    config = MoECheckpointConfig(memory_dir=str(tmp_path), persist_dir=str(tmp_path / "storage"))
+    with pytest.raises(UsageError, match=r"muon, but .*storage has the state") if refused else nullcontext():
+        refuse_another_model(config, lambda recorded: ["muon"] * (recorded["optimizer"] == "muon"))
