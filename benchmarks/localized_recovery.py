@@ -39,7 +39,7 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     """All pairs of all layouts; quick: a tiny model, one layout and one fault."""
     layouts = dict(list(LAYOUTS.items())[:1]) if quick else LAYOUTS
     faults, iterations, model = (FAULTS[:1], 14, SMALL) if quick else (FAULTS, ITERATIONS, LARGE)
-    flags = f"--bf16 {UNTIED} {STEADY} {model} --train-iters {iterations} --moe-ckpt-strategy sparse"
+    flags = f"{UNTIED} {STEADY} {model} --train-iters {iterations} --moe-ckpt-strategy sparse"
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for name, layout in layouts.items():
         for index in range(turns):
