@@ -28,10 +28,13 @@ FAULTS = ("1@10:forward-backward", "2@18:step", "3@26:start")
 
 
 def main() -> int:
-    """Exit code 1 unless the failed stage alone was back sooner, by the median, in every layout."""
+    """Exit code 1 unless the failed stage alone ran its iterations again sooner, by the median, in every layout.
+
+    Not judged: whether it was back sooner. Where all processes are new, imports are most of a recovery of either kind.
+    """
     return BENCHMARK.run(
         __doc__, measured, page,
-        lambda result: all(statistics.median(ratios(found, "back_s")) < 1 for found in result["layouts"].values()),
+        lambda result: all(statistics.median(ratios(found, "again_s")) < 1 for found in result["layouts"].values()),
     )  # fmt: skip
 
 
