@@ -135,9 +135,10 @@ def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_continues_as_one_
 
 SPARSE = ("sparse", "--moe-ckpt-window", "2")
 SELECTIVE = ("selective", "--moe-ckpt-budget-local", "1B", "--moe-ckpt-budget-remote", "1B")
+TWO_ONE_TWO = (BOTH, ONE, (1, 2))
 FOUR_TWO_FOUR = (shape(4, ep=2), shape(2, ep=2), (1, 2))
 LONG = pytest.mark.timeout(1200)
-"""22 processes import torch and Megatron-Core, on two cores, before others train the same."""
+"""22 processes and more import torch and Megatron-Core, on two cores, before others train the same."""
 EIGHT_SIX_EIGHT = (shape(8, ep=2, batch=24), shape(6, ep=2, batch=24), (3, 4))
 OF_EIGHT_EXPERTS = (shape(8, ep=2, batch=24, experts=8), shape(6, ep=2, batch=24, experts=8), (3, 4))
 """Of four, those ranks of eight that have the same ones would keep them all in one iteration, and lose nothing."""
@@ -146,7 +147,8 @@ OF_EIGHT_EXPERTS = (shape(8, ep=2, batch=24, experts=8), shape(6, ep=2, batch=24
 @pytest.mark.parametrize(
     ("sizes", "strategy"),
     [
-        pytest.param(FOUR_TWO_FOUR, SPARSE, id="4-2-4-sparse", marks=[pytest.mark.ci, LONG]),
+        pytest.param(TWO_ONE_TWO, SPARSE, id="2-1-2-sparse", marks=pytest.mark.ci),
+        pytest.param(FOUR_TWO_FOUR, SPARSE, id="4-2-4-sparse", marks=[pytest.mark.full, LONG]),
         pytest.param(
             FOUR_TWO_FOUR,
             (*SPARSE, "--moe-ckpt-replay-tolerance", "1e-3"),
