@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import queue
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
 from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.transformer.moe.paged_stash import PagedStashManager
+from megatron.core.transformer.moe.shared_experts import SharedExpertState
 from megatron.pretrain.testing import cpu_device
 
 RANKS = 4
@@ -279,7 +281,7 @@ def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> N
         grad_reduce_handle="under way", param_gather_handle="under way", param_gather_dispatched=True,
         is_last_microbatch=False,
     )  # fmt: skip
-    chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
+    chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[], modules=list)
     part = SimpleNamespace(_has_grad_norm_group_cache={"a": True})
     as_in_new_process([chunk], SimpleNamespace(chained_optimizers=[part]))  # type: ignore[list-item]
     assert group.is_first_batch
@@ -288,6 +290,24 @@ def test_buckets_reduce_gradients_again_in_the_order_of_a_first_iteration() -> N
     assert group.grad_reduce_handle is None is group.param_gather_handle
     assert not group.param_gather_dispatched
     assert not vars(part)
+
+
+def test_modules_forget_what_passes_that_were_interrupted_left_for_later() -> None:
+    """Else later gradients are those of earlier microbatches, or a shared expert refuses to begin."""
+    delayed, head, attention, shared, other = (torch.nn.Module() for _ in range(5))
+    delayed.wgrad_store = SimpleNamespace(context=queue.Queue())  # type: ignore[assignment]
+    delayed.wgrad_store.context.put(["of the interrupted microbatch"])
+    other.wgrad_store = SimpleNamespace(context=None)  # type: ignore[assignment]
+    head.embedding_activation_buffer, head.grad_output_buffer = ["of it"], ["of it"]  # type: ignore[assignment]
+    attention.current_max_attn_logits = torch.ones(2)
+    shared._overlap_state, shared.cached_output = SharedExpertState.FC1_FORWARD_DONE, "of it"  # type: ignore[assignment]
+    chunk = torch.nn.Sequential(delayed, head, attention, shared, other)
+    chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []  # type: ignore[assignment]
+    as_in_new_process([chunk], SimpleNamespace())
+    assert delayed.wgrad_store.context.empty() and other.wgrad_store.context is None
+    assert head.embedding_activation_buffer == [] == head.grad_output_buffer
+    assert attention.current_max_attn_logits is None
+    assert (shared._overlap_state, shared.cached_output) == (SharedExpertState.IDLE, None)
 
 
 def test_what_is_offloaded_is_learned_again_by_ranks_that_stay_and_new_ones_together(

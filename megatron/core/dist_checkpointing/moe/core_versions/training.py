@@ -84,9 +84,33 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
         )
     for member in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         vars(member).pop("_has_grad_norm_group_cache", None)
+    for chunk in chunks:
+        for module in chunk.modules():
+            _forget_passes(vars(module))
     forget_offloading()
     forget_pages()
     drop_auxiliary_losses()
+
+
+_OF_SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+
+
+def _forget_passes(module: dict[str, Any]) -> None:
+    """Drop what passes that a lost peer ended half-way left in the attributes of a module for what follows them."""
+    # Weight gradients that are computed later (`--delay-wgrad-compute`, `--defer-embedding-wgrad-compute`), first in,
+    # first out: of one entry too many each later gradient would be that of an earlier microbatch.
+    if getattr(module.get("wgrad_store"), "context", None) is not None:
+        module["wgrad_store"].context = queue.Queue()
+    for name in ("embedding_activation_buffer", "grad_output_buffer"):
+        if module.get(name):
+            module[name].clear()
+    # The largest logits since the last step, by which `--qk-clip` scales weights.
+    if "current_max_attn_logits" in module:
+        module["current_max_attn_logits"] = None
+    # `--moe-shared-expert-overlap` computes in steps between those of the dispatcher, and insists on their order.
+    if "_overlap_state" in module:
+        module["_overlap_state"] = type(module["_overlap_state"]).IDLE
+        module.update(dict.fromkeys(_OF_SHARED_EXPERTS))
 
 
 def forget_offloading() -> None:
