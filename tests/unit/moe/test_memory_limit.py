@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def fitted(
     capturer: FakeCapturer, strategy: Sparse, room: MemoryBound = NO_LIMIT, memory: Memory | None = None, **options: Any
 ) -> tuple[Memory, tuple[Any, bool]]:
     memory, logs = memory or Memory(), options.pop("log_bytes", 0)
-    ranks = Ranks(rank=options.pop("rank", 0))
+    ranks = options.pop("ranks", None) or Ranks(rank=options.pop("rank", 0))
     taker = BufferAllocator(memory, capturer, ranks, (), room=lambda: room, standby_bytes=lambda n: n * logs, **options)  # type: ignore[arg-type]
     return memory, taker.fit(strategy, NO_BUFFERS)
 
@@ -189,6 +190,18 @@ def test_less_is_asked_for_until_it_fits_and_each_step_is_one_line(
         assert all("the reason" in line for line in caplog.messages)
     assert "at once" in caplog.messages[-1]
     assert len(memory.taken) == 3
+
+
+def test_ranks_with_and_without_room_for_logs_give_up_alike(capturer: FakeCapturer) -> None:
+    """Each answer is followed by collectives of its own."""
+    whole, _ = fitted(capturer, sparse())
+    room, answers = MemoryBound(taken_bytes(whole.taken)), list[tuple[int, ...]]()
+    ranks = SimpleNamespace(rank=0, least=lambda values: answers.append(tuple(values)) or tuple(values))
+    assert fitted(capturer, sparse(), room, log_bytes=100, ranks=ranks)[1][1]
+    of_others = iter(answers)
+    other = SimpleNamespace(rank=0, least=lambda values: tuple(map(min, values, next(of_others))))
+    assert fitted(capturer, sparse(), room, ranks=other)[1][1]
+    assert not list(of_others)
 
 
 def test_memory_that_refuses_all_the_same_leads_to_less_too(capturer: FakeCapturer) -> None:

@@ -295,9 +295,10 @@ class BufferAllocator:
         room, gave_up = self.room(), False
         while (wanted := strategy.buffer_specs()) != specs:
             sizes = segment_sizes(wanted, self.capturer, self.control, self.owners)
-            needed = taken_bytes(sizes) + self.standby_bytes(strategy.logged)
+            # Agreed on: a rank whose logs once found no room has fewer of them, and would decide by itself.
+            (negative,) = self.control.least([-taken_bytes(sizes) - self.standby_bytes(strategy.logged)])
             # A strategy that gave up takes no snapshots: the little that it asks for then is tried, not measured.
-            shortage = "" if strategy.gave_up else room.shortage(needed)
+            shortage = "" if strategy.gave_up else room.shortage(-negative)
             if not shortage:
                 done, why = fit_memory(self.memory, sizes, self.control)
                 if done:
