@@ -106,10 +106,10 @@ class FaultySystem(OperatingSystem):
 
 
 class FaultyFiles:
-    """An fsspec file system, or a file of it, whose n-th call fails; `calls` is shared by all of them."""
+    """An fsspec file system, or a file of it, whose n-th call raises; `calls` is shared by all of them."""
 
-    def __init__(self, inner: Any, at: int, calls: list[str]) -> None:
-        self._inner, self._at, self._calls = inner, at, calls
+    def __init__(self, inner: Any, at: int, calls: list[str], error: Exception) -> None:
+        self._inner, self._at, self._calls, self._error = inner, at, calls, error
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
@@ -117,9 +117,9 @@ class FaultyFiles:
         def call(*arguments: Any, **named: Any) -> Any:
             self._calls.append(name)
             if len(self._calls) == self._at:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise self._error
             result = method(*arguments, **named)
-            return FaultyFiles(result, self._at, self._calls) if name == "open" else result
+            return FaultyFiles(result, self._at, self._calls, self._error) if name == "open" else result
 
         return call
 

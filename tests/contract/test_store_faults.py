@@ -166,11 +166,14 @@ def test_replacing_a_snapshot_survives_a_kill_at_every_single_call(kind: str, fa
 
 @pytest.mark.parametrize("kind", ["objects", "objects in files"])
 @pytest.mark.parametrize("seed", range(4))
-def test_an_object_store_that_fails_at_any_call_never_makes_a_wrong_byte(kind: str, seed: int, place: Path) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "an error"), RuntimeError("the backend's own")], ids=repr)
+def test_an_object_store_that_fails_at_any_call_never_makes_a_wrong_byte(
+    kind: str, seed: int, error: Exception, place: Path
+) -> None:
     def attempt(at: int) -> tuple[Path, Expected, list[str]]:
         here, expected, calls = place / str(at), Expected(), list[str]()
         store = new_store(kind, here)
-        store.files = FaultyFiles(store.files, at, calls)
+        store.files = FaultyFiles(store.files, at, calls, error)
         run(store, seed, lambda event, *operation: getattr(expected, event)(*operation))
         return here, expected, calls
 

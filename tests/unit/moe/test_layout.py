@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.storage import manifest
 from megatron.core.dist_checkpointing.moe.storage.manifest import FORMAT_VERSION, decode, encode
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, expert
 from megatron.core.dist_checkpointing.moe.types.layout import (
@@ -205,6 +208,22 @@ def test_every_float_is_read_back_with_the_same_bits(value: float) -> None:
 def test_facts_that_json_would_change_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"scalars\.x.* JSON values"):
         encode(Manifest(MANIFEST.snapshot, Facts("job", scalars={"x": value}), "s", Layout.of([]), ()))
+
+
+def test_manifests_that_were_read_long_ago_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of thousands of records takes megabytes, and training reads one in each round."""
+    layout, read = Layout.of([Field(f"w/{at}", "float32", (4,)) for at in range(100)]), list[weakref.ref[Manifest]]()
+    contents = [
+        encode(Manifest(SnapshotId(at, 0), Facts("job"), "segment-000.bin", layout, ("0" * 32,) * 100))
+        for at in range(40)
+    ]
+    monkeypatch.setattr(manifest, "_PARSED", manifest._ParsedManifests(4 * len(contents[0])))
+    for content in contents:
+        read.append(weakref.ref(decode(content, "it")))
+        assert decode(content, "it") is read[-1](), "a round reads the same one several times"
+    gc.collect()
+    assert [one() is not None for one in read[-5:]] == [False, True, True, True, True]
+    assert not any(one() for one in read[:-4])
 
 
 def test_a_manifest_is_one_line_of_valid_json() -> None:

@@ -215,6 +215,48 @@ def test_who_has_lost_its_lease_ends(place: str, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.usefixtures("unattended")
+def test_who_cannot_reach_its_own_file_any_more_learns_who_has_taken_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Lease(str(tmp_path), Holder.here("a"), wait=lambda _: None)
+    first.acquire()
+    Lease(str(tmp_path), Holder.here("b"), "a", wait=lambda _: None).acquire()
+    real = os.fstat
+
+    def stale(descriptor: int) -> os.stat_result:
+        """As NFS where another node has unlinked the file."""
+        if descriptor == first._place._descriptor:  # type: ignore[attr-defined]
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fstat", stale)
+    first.renew()
+    with pytest.raises(UsageError, match="taken over by job 'b'"):
+        first.check()
+
+
+@pytest.mark.usefixtures("unattended")
+def test_a_lease_outlives_a_mount_that_was_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, away = tmp_path / "run", tmp_path / "away"
+    lease = Lease(str(folder), Holder.here("a"), wait=lambda _: None)
+    lease.acquire()
+    folder.rename(away)
+    folder.touch()  # nothing can be made there
+    assert lease.renew() and lease.renew()
+    assert len([line for line in caplog.messages if "cannot renew the lease" in line]) == 1
+    folder.unlink()
+    lease.renew()  # in the folder that the mount hides
+    (folder / LEASE).unlink()
+    folder.rmdir()
+    away.rename(folder)
+    for _ in range(2):
+        assert lease.renew()
+        lease.check()
+    found = holder_of(str(folder))
+    assert found is not None and found.beat == 5
+
+
+@pytest.mark.usefixtures("unattended")
 def test_a_lease_that_somebody_deleted_is_made_again(place: str) -> None:
     lease = Lease(place, Holder.here("a"), wait=lambda _: None)
     lease.acquire()

@@ -292,12 +292,15 @@ class Lease:
             pass
 
     def _is_restored(self) -> bool:
-        """Take it again where the file was only deleted; else say whose it is, once."""
-        with suppress(OSError, StoreFailure):
-            self._place.let_go()
-            if self._place.take(self._content(self._own), None):
-                return True
-        self.lost = f"{self._where} was taken over by {holder_of(self._where) or 'another job'}: this one ends"
+        """Take it again where the file was only deleted, or is this one's own of before a new mount; else say whose it
+        is, once. Raises OSError and StoreFailure: nobody is known to have it, and the next beat tries again."""
+        self._place.let_go()
+        content = self._place.read()
+        found = None if content is None else decoded(content)
+        if content is None or (found is not None and found.name == self._own.name):
+            self._place.take(self._content(self._own), content)
+            return True  # where another was faster, the next beat reads of it
+        self.lost = f"{self._where} was taken over by {found or 'another job'}: this one ends"
         log.critical("%s", self.lost)
         return False
 

@@ -117,8 +117,12 @@ class FolderPlace:
 
     def _is_mine(self) -> bool:
         try:
-            there, own = os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor)
+            there = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
+            return False
+        try:
+            own = os.fstat(self._descriptor)
+        except OSError:  # of a network file system: ESTALE where another node unlinked it, ENOTCONN behind a new mount
             return False
         return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -283,13 +283,43 @@ def decode(content: bytes, name: str) -> Manifest:
     """
     body = _unsealed_manifest(content, name)
     try:
-        return _parsed(body)
+        return _PARSED.of(body)
     except (MoECheckpointError, ValidationError, ValueError, RecursionError, MemoryError) as error:
         kind = NewerFormat if isinstance(error, NewerFormat) else UnreadableCheckpoint
         raise kind(f"{name}: {error}") from error
 
 
-@lru_cache(maxsize=128)  # a round reads the same few several times, a recovery those of all ranks
+class _ParsedManifests:
+    """Those that were parsed last: a round reads the same few several times, a recovery those of all ranks.
+
+    Bounded by bytes and not by their number, for a manifest of thousands of records takes about 5 times its body.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._lock, self._left_bytes = threading.Lock(), most_bytes
+        self._kept: dict[bytes, Manifest] = {}  # the one that was read last comes last
+
+    def of(self, body: bytes) -> Manifest:
+        with self._lock:
+            found = self._kept.pop(body, None)
+            if found is not None:
+                self._kept[body] = found
+                return found
+        found = _parsed(body)
+        with self._lock:
+            if body not in self._kept:
+                self._kept[body] = found
+                self._left_bytes -= len(body)
+            while self._left_bytes < 0:
+                oldest = next(iter(self._kept))
+                del self._kept[oldest]
+                self._left_bytes += len(oldest)
+        return found
+
+
+_PARSED = _ParsedManifests(1 << 24)
+
+
 def _parsed(body: bytes) -> Manifest:
     # json.loads and not msgspec's decoder: it finds members that stand twice, and reads integers of any size.
     value = json.loads(body, object_pairs_hook=_json_value, parse_constant=_refuse_constant)

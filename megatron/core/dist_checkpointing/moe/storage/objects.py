@@ -38,6 +38,18 @@ def remote(url: str) -> Iterator[None]:
         raise StoreFailure(f"{url} cannot be read: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def acting(what: str) -> Iterator[None]:
+    """As `failing_as`, for whatever a backend of fsspec raises; `what` completes "cannot ..."."""
+    with failing_as(what):
+        try:
+            yield
+        except (MoECheckpointError, OSError):
+            raise
+        except Exception as error:
+            raise StoreFailure(f"cannot {what}: {type(error).__name__}: {error}; it is safe to try again") from error
+
+
 class ObjectStore:
     """Durable snapshots below `url`, such as "s3://bucket/run"; `rank` is the one that writes here.
 
@@ -59,7 +71,7 @@ class ObjectStore:
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> ObjectWriter:
         """As `ports.Store.reserve`."""
         folder, segment = self._folder(snapshot), f"segment-{self.rank:05d}-{os.urandom(4).hex()}.bin"
-        with self._mutex, failing_as(f"reserve {layout.nbytes} bytes in {folder}"):
+        with self._mutex, acting(f"reserve {layout.nbytes} bytes in {folder}"):
             if snapshot in tuple(self._writing.values()):
                 raise UsageError(f"the {snapshot} is being written already")
             if MANIFEST in self._names(folder):
@@ -99,7 +111,7 @@ class ObjectStore:
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`: the manifest goes first."""
         folder = self._folder(snapshot)
-        with failing_as(f"free {folder}"):
+        with acting(f"free {folder}"):
             names = self._names(folder)
             for name in sorted(names, key=lambda name: name != MANIFEST):
                 if name not in self._writing:
@@ -107,7 +119,7 @@ class ObjectStore:
             self._remove_empty(folder)
 
     def sweep(self) -> None:
-        with failing_as(f"remove torn snapshots in {self.root}"):
+        with acting(f"remove torn snapshots in {self.root}"):
             for snapshot in filter(None, map(SnapshotId.parse, self._names(self.root))):
                 folder = self._folder(snapshot)
                 names = self._names(folder)
@@ -141,13 +153,11 @@ class ObjectStore:
             segment: The name of the object with its bytes.
         """
         folder = self._folder(snapshot)
-        try:
+        # Where that fails it stays torn, and is swept another time.
+        with suppress(StoreFailure), acting(f"remove {folder}/{segment}"):
             self._remove(f"{folder}/{segment}")
             self._remove_empty(folder)
-        except OSError:
-            return  # it stays torn, and is swept another time
-        finally:
-            self._writing.pop(segment, None)
+        self._writing.pop(segment, None)
 
     def _folder(self, snapshot: SnapshotId) -> str:
         return f"{self.root.rstrip('/')}/{snapshot.name}"
@@ -204,7 +214,7 @@ class ObjectWriter(DurableWriter):
         if field is not self._next:
             self._early[field.key] = bytes(data)
             return
-        with failing_as(f"write record {field.key} to {self._store.root}"):
+        with acting(f"write record {field.key} to {self._store.root}"):
             self._stream_out(data, offset)
             while self._next and self._next.key in self._early:
                 data = memoryview(self._early.pop(self._next.key))
@@ -217,7 +227,7 @@ class ObjectWriter(DurableWriter):
         self._next = next(self._turn, None)
 
     def _commit(self, manifest: bytes) -> None:
-        with failing_as(f"seal the {self._snapshot} in {self._store.root}"):
+        with acting(f"seal the {self._snapshot} in {self._store.root}"):
             self._stream.write(bytes(self._layout.nbytes - self._written_bytes))
             # Closed first: only then the segment's object is there, and the manifest must not name one that is not.
             self._stream.close()
@@ -225,8 +235,8 @@ class ObjectWriter(DurableWriter):
 
     def _discard(self) -> None:
         for end in (getattr(self._stream, "discard", self._stream.close), self._stream.close):
-            # An upload that cannot be ended properly is unsealed all the same.
-            with suppress(OSError, ValueError, RuntimeError, AttributeError):
+            # An upload that cannot be ended properly is unsealed all the same, whatever its backend raises.
+            with suppress(Exception):
                 end()
         self._store.discard(self._snapshot, self._segment)
 
