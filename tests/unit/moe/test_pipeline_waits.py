@@ -249,11 +249,12 @@ class Mark:
         return self._device[0] >= self.at_s
 
     def elapsed_time(self, other: Mark) -> float:
+        assert self.query() and other.query(), "both events must be completed"
         return 1000 * (other.at_s - self.at_s)
 
 
 def test_on_a_device_a_wait_is_under_way_when_its_stream_has_come_to_it_not_when_the_host_has() -> None:
-    device, times = [0.0], iter([0.0, 1.0, 1.5, 2.0, 3.0, 4.0])
+    device, times = [0.0], iter([0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0])
     waits = DevicePipelineWaits(0.5, event=lambda: Mark(device, next(times)))  # type: ignore[arg-type, return-value]
     waits.begin()
     for _ in range(2):
@@ -266,6 +267,8 @@ def test_on_a_device_a_wait_is_under_way_when_its_stream_has_come_to_it_not_when
         found.append(waits.is_open)
     assert found == [False, True, False, True, False]
     assert waits.take_report().passes_s == 0.0, "the device has not come to the end"
+    with waits.waiting():
+        pass  # in an evaluation, to which the device comes later
     device[0] = 4.0
     report = waits.take_report()
     assert (report.waited_s, report.estimated_s, report.passes_s) == (1.5, 0.5 * 2.5, 4.0)

@@ -156,7 +156,8 @@ class DevicePipelineWaits(PipelineWaits):
         try:
             yield
         finally:
-            self._pairs.append((before, self._event()))
+            if self._first is not None:  # in an evaluation after the passes there is no profile that it would be of
+                self._pairs.append((before, self._event()))
 
     @property
     def is_open(self) -> bool:
