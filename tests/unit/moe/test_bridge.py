@@ -177,14 +177,14 @@ def test_settings_may_be_a_field_of_the_configuration_of_checkpoints(
         "window": 3,
         "strict": True,
         "mtbf_s": None,
-        "inject_fault": ["1@2"],
+        "inject_fault": ["1@2", "0@3"],
     }
     named = "megatron.core.dist_checkpointing.moe.bridge.BridgeCheckpointManager"
     config = configuration(checkpoint=Section(moe_ckpt=field, custom_manager_class=None if is_wrapped else named))
     train = bridge.protected(loads) if is_wrapped else loads
     train(config, lambda: None)
     assert given == [
-        MoECheckpointConfig(strategy="full", interval="auto", window="3", strict=True, inject_fault=("1@2",))
+        MoECheckpointConfig(strategy="full", interval="auto", window="3", strict=True, inject_fault=("1@2", "0@3"))
     ]
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -355,11 +356,13 @@ def _settings_of(checkpoint: Any) -> MoECheckpointConfig:
     if isinstance(given, MoECheckpointConfig):
         return given
     words: list[str] = []
+    repeated = {field.name for field in dataclasses.fields(MoECheckpointConfig) if field.metadata["flag"].repeatable}
     for name, value in given.items():
         if value is None or value is False:
             continue
-        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
-        words += [f"--{MoECheckpointConfig.PREFIX}{name.replace('_', '-')}", *map(str, values)]
+        values = [] if value is True else list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+        flag = f"--{MoECheckpointConfig.PREFIX}{name.replace('_', '-')}"
+        words += [word for one in values for word in (flag, one)] if name in repeated else [flag, *values]
     return _parsed(words, f"checkpoint.{FIELD}")
 
 
