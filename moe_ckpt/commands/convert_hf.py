@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def from_hugging_face(source: Path, out: Path) -> tuple[str, dict[str, Any]]:
         target, arguments = import_weights(source, out, partial(progress, "converting"))
     except OSError as error:
         raise _unwritable(error, out) from error
-    said = f"{target} holds the weights; train on with --load {out} {' '.join(flags(arguments))}"
+    said = f"{target} holds the weights; train on with {shlex.join(['--load', str(out), *flags(arguments)])}"
     if arguments["multi_latent_attention"] and arguments["q_lora_rank"] is None:
         said += "; under Megatron-Core 0.17 or 0.18: without --q-lora-rank 0.19 has a second norm before the queries"
     return said, {"checkpoint": str(target), "flags": flags(arguments)}

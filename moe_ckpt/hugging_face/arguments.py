@@ -20,8 +20,23 @@ COMMON = {
     "softmax_type": "vanilla",
     "window_size": None,
     "layernorm_zero_centered_gamma": False,
+    # No tensor shows these, and no family computes with them: what is silent of them would export another model.
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "no_rope_freq": None,
+    "softmax_scale": None,
+    "qk_l2_norm": False,
+    "use_mup": False,
+    "apply_residual_connection_post_layernorm": False,
+    "moe_apply_probs_on_input": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
+    "moe_router_topk_limited_devices": None,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
 }
-"""What all families need."""
+"""What all families need, but for those that say otherwise."""
 
 
 def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,11 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
         raise UsageError(f"{source} is not a folder: give one as save_pretrained writes it")
     config = read_config(source)
     model = read_model(config)
+    if (positions := model.arguments.get("original_max_position_embeddings", 4096)) != 4096:
+        raise UsageError(
+            f"{config.place}: rope_scaling with original_max_position_embeddings {positions} cannot be converted with"
+            " latent attention: Megatron-LM has no flag for it and would compute with 4096"
+        )
     folder = Folder(source, scale_block(config))
     if model.experts is not None:
         folder.unfuse(*model.experts)
@@ -216,7 +221,8 @@ _SWITCHES = {
 _LEFT_OUT = {
     "moe_shared_expert_intermediate_size": 0,
     "mtp_num_layers": 0,
-    "original_max_position_embeddings": 4096,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
     "softmax_type": "vanilla",
     "glu_linear_offset": 0.0,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -267,9 +268,21 @@ def test_deepseek_v2_lite_has_one_projection_of_queries_and_comes_back_also_with
     assert config["q_lora_rank"] is None and config["rope_scaling"] == LITE["rope_scaling"]
 
 
+def test_positions_of_latent_attention_that_no_flag_gives_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    more = {"rope_scaling": LITE["rope_scaling"] | {"original_max_position_embeddings": 2048}}
+    folder = folder_of("deepseek_v2", tmp_path / "folder", **LITE | more)
+    with pytest.raises(UsageError, match="original_max_position_embeddings 2048 cannot be converted"):
+        convert("--from", "hf", folder, tmp_path / "in")
+    assert not (tmp_path / "in").exists()
+
+
 def test_gpt_oss_becomes_flags_of_megatron_and_comes_back_without_its_config(tmp_path: Path) -> None:
     folder = folder_of("gpt_oss", tmp_path / "folder")
-    flags = from_hugging_face(folder, tmp_path / "in")[1]["flags"]
+    said, found = from_hugging_face(folder, tmp_path / "in")
+    flags = found["flags"]
+    assert shlex.split(said.partition("train on with ")[2]) == ["--load", str(tmp_path / "in"), *flags]
     given = dict(pairwise(flags))
     assert given["--softmax-type"] == "learnable" and given["--position-embedding-type"] == "yarn"
     assert given["--window-size"] == "(15,0)" and given["--window-attn-skip-freq"] == "[1,0]"
@@ -309,13 +322,17 @@ def test_an_export_of_gated_delta_nets_is_refused_with_its_reason() -> None:
         written_config(arguments | {"experimental_attention_variant": "gated_delta_net"}, 30, "bfloat16")
 
 
-def test_windows_and_sinks_that_a_family_has_not_are_refused_by_name() -> None:
+def test_what_a_family_does_not_compute_is_refused_by_name() -> None:
     arguments = read_model(Config(config_of("mixtral"), "mixtral")).arguments | {"max_position_embeddings": 64}
     for changes in (
         {"window_size": (127, 0)},
         {"softmax_type": "off-by-one"},
         {"activation_func_clamp_value": 7.0},
         {"layernorm_zero_centered_gamma": True},
+        {"use_rope_scaling": True},
+        {"rotary_interleaved": True},
+        {"no_rope_freq": [1, 0]},
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
     ):
         with pytest.raises(UsageError, match=f"{next(iter(changes))} is "):
             written_config(arguments | changes, 30, "bfloat16")
