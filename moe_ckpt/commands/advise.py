@@ -98,6 +98,7 @@ def as_report(question: Question, advice: Advice) -> Report:
     """
     chosen = advice.recommended
     assumed = f"Rates and costs: {question.cluster.source}. {question.constants.source}"
+    replays = chosen is not None and STRATEGIES[chosen.system] == "sparse"
     impossible = table("Cannot run this job", "system | why", advice.impossible.items())
     gpus = question.job.topology.world_size
     return Report(
@@ -115,8 +116,14 @@ def as_report(question: Question, advice: Advice) -> Report:
             Fact("Host memory of a node for checkpoints", question.limit_bytes, "bytes"),
         ),
         (_systems(advice), _settings(question, advice), _parts(advice), _sensitivity(question, advice), impossible),
-        (*advice.reasons, assumed),
+        (*advice.reasons, *[_REPEATABLE] * replays, assumed),
     )
+
+
+_REPEATABLE = (
+    "GPUs repeat iterations to the bit under --deterministic-mode only; what it costs is not in the prediction. Under"
+    " Megatron-Core 0.17 and 0.18 also set the variables of docs/gpu.md."
+)
 
 
 def recommended_as(chosen: Choice) -> str:

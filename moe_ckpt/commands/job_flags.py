@@ -397,7 +397,7 @@ def _unused(left: list[str], parser: argparse.ArgumentParser) -> Iterator[str]:
     known = sorted(own | parser._option_string_actions.keys())
     for word in left:
         flag = word.partition("=")[0]
-        if not flag.startswith("--"):
+        if not flag.startswith("--") or flag == "--seed":  # Megatron's, and not a mistyped --seeds
             continue
         likely = difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
         if likely or flag.startswith("--moe-ckpt-"):

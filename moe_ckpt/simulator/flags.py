@@ -50,7 +50,9 @@ def _stored(question: Question, choice: Choice) -> str:
 def _sparse(question: Question, choice: Choice) -> str:
     window = f" --moe-ckpt-window {choice.window}"
     recovery = " --moe-ckpt-recovery global" if choice.settings.get("local") is False else ""
-    return f"--moe-ckpt-strategy sparse{window}{_replicas(choice)}{recovery}{_storage(question, choice)}"
+    kept = f"{window}{_replicas(choice)}{recovery}{_storage(question, choice)}"
+    # On GPUs it is refused without: iterations that are replayed have to come out to the same bits.
+    return f"--moe-ckpt-strategy sparse{kept} --deterministic-mode"
 
 
 def _partial(question: Question, choice: Choice) -> str:

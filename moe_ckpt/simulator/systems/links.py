@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,12 @@ class SystemSetting:
     cost: IterationCost
     cluster: Cluster
     constants: Constants
+
+    def __post_init__(self) -> None:
+        # A job cannot have more peers than ranks beside each; what a system is asked for by name is refused there.
+        most = self.job.topology.world_size - 1
+        if self.constants.replicas > most:
+            object.__setattr__(self, "constants", replace(self.constants, replicas=most))
 
     @cached_property
     def settled(self) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, from_namespace
-from megatron.core.dist_checkpointing.moe.contradictions import contradictions
+from megatron.core.dist_checkpointing.moe.contradictions import contradictions, must_repeat_itself
 from megatron.core.dist_checkpointing.moe.stock.flags import arguments
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, Topology
 from moe_ckpt.commands.advise import advise as advise_command
@@ -71,6 +71,8 @@ def test_the_jobs_own_parser_takes_every_line_and_finds_no_contradiction() -> No
         )
         assert not list(wrong), line
         assert config.persist_dir == "DIR", line
+        # A GPU that has to repeat iterations to the bit refuses to start without.
+        assert must_repeat_itself(config) == ("--deterministic-mode" in line), line
 
 
 def test_what_is_pasted_has_the_storage_that_the_simulation_counts_on() -> None:

@@ -220,6 +220,24 @@ def test_the_command_says_the_same_as_json() -> None:
     assert data["notes"][0].startswith("Use ") and data["notes"][0].split()[1] in data["recommended"]
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_job_of_few_ranks_has_as_many_replicas_as_it_has_peers_and_its_flags_of_megatron(ranks: str) -> None:
+    words = (
+        "--model",
+        "GPT-125M-8E",
+        "--world-size",
+        ranks,
+        "--global-batch-size",
+        "8",
+        "--mtbf",
+        "3h",
+        "--seeds",
+        "2",
+    )
+    found = CliRunner().invoke(advise_command, [*words, "--system", "gemini", "--seed", "1234", "--json"])
+    assert found.exit_code == 0, found.output
+
+
 def test_the_command_refuses_by_the_given_host_memory() -> None:
     found = CliRunner().invoke(advise_command, [*ARGUMENTS, "--system", "gemini", "--host-memory-gb", "1", "--json"])
     data = json.loads(found.stdout)
