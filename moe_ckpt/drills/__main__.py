@@ -28,6 +28,8 @@ from moe_ckpt.drills.reports import iteration_s
 from moe_ckpt.drills.schedule import FaultRates, schedule
 
 TMPFS = Path("/dev/shm")
+MARK = ".moe-ckpt-drill"
+"""File in a folder whose jobs are those of drills."""
 SHOWN = 5
 """Differences that are shown of many."""
 
@@ -39,8 +41,9 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-chaos-", dir=TMPFS if TMPFS.is_dir() else None) as memory:
         folder = arguments.folder or Path(tempfile.mkdtemp(prefix="moe-ckpt-chaos-"))
-        for name in ("subject", "baseline", "calibration-plain", "calibration-saving"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        if strange := _made_room(folder):
+            sys.stderr.write(f"{strange} is of no earlier drill and would be overwritten: give another --folder\n")
+            return 2
         settings = _settings(arguments, folder, Path(memory), flags)
         _say(f"{len(settings.kills)} faults in {settings.run_s:.0f} s; jobs are kept in {folder}")
         try:
@@ -51,6 +54,19 @@ def main(argv: Sequence[str]) -> int:
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     _say("\n".join(page(result)))
     return int(not is_right(result))
+
+
+def _made_room(folder: Path) -> Path | None:
+    """Removes what an earlier drill left; returns what is not of one, and then removes nothing."""
+    jobs = [folder / name for name in ("subject", "baseline", "calibration-plain", "calibration-saving")]
+    if not (folder / MARK).exists():
+        if strange := next((job for job in jobs if job.exists()), None):
+            return strange
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).touch()
+    for job in jobs:
+        shutil.rmtree(job, ignore_errors=True)
+    return None
 
 
 def run(settings: DrillSettings, arguments: argparse.Namespace) -> dict[str, Any]:

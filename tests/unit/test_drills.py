@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from megatron.pretrain.processes import processes_with
+from moe_ckpt.drills import __main__ as drills
 from moe_ckpt.drills.__main__ import is_right, page
 from moe_ckpt.drills.drill import SUBJECT, UNTIED, Drill, DrillSettings
 from moe_ckpt.drills.job import DrillFailure, DrillJob, JobPlan
@@ -47,6 +48,16 @@ def report(iteration: int, **changes: Any) -> dict[str, Any]:
 
 def journal(*reports: dict[str, Any]) -> Journal:
     return Journal(reports)
+
+
+def test_a_drill_removes_only_what_an_earlier_one_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own"
+    (own / "baseline").mkdir(parents=True)
+    assert drills.main(["--folder", str(own)]) == 2
+    assert f"{own}/baseline is of no earlier drill" in capsys.readouterr().err and (own / "baseline").is_dir()
+    for _ in range(2):
+        assert drills._made_room(tmp_path / "run") is None and not (tmp_path / "run" / "subject").exists()
+        (tmp_path / "run" / "subject").mkdir()
 
 
 REFERENCE = journal(*(report(iteration) for iteration in range(1, 9)))
