@@ -5,10 +5,16 @@ here=$(dirname "${BASH_SOURCE[0]}")
 export MOE_CKPT_NODE=$SLURMD_NODENAME
 # What the site has to set on each node, such as the interfaces of NCCL and gloo.
 if [ -n "${MOE_CKPT_ENV_FILE:-}" ]; then
+    options_of_torchrun=("$@")
+    # As a shell reads it: a variable that is not set, or a command that fails, ends no node, and no option is an argument.
+    set --
+    set +euo pipefail
     set -a
     # shellcheck source=/dev/null
     source "$MOE_CKPT_ENV_FILE"
     set +a
+    set -euo pipefail
+    set -- "${options_of_torchrun[@]}"
 fi
 # A fresh store per restart: agents of several nodes count restarts differently.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

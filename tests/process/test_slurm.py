@@ -350,7 +350,11 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
 
 @pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
-    (tmp_path / "env.sh").write_text(f"touch '{tmp_path}'/sourced-$SLURMD_NODENAME\n")
+    # As site scripts are: with variables that may not be set, commands that fail, and arguments of their own.
+    (tmp_path / "env.sh").write_text(
+        "PATH_OF_SITE=/opt/nccl/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\n"
+        f'touch "{tmp_path}/sourced$1-$SLURMD_NODENAME"\n'
+    )
     watched = {
         "MOE_CKPT_STRIKES": "3/10m",
         "MOE_CKPT_HEALTH_CHECK": "nvidia-smi -L",
@@ -359,7 +363,7 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
     }
     code, said = play.run(*submit(), runs=(("trained",),), MOE_CKPT_ENV_FILE=str(tmp_path / "env.sh"), **watched)
     assert code == 0, said
-    assert len(list(tmp_path.glob("sourced-*"))) == 3
+    assert len(list(tmp_path.glob("sourced-of-site-*"))) == 3
     expected = {
         "--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=nvidia-smi -L", "--moe-ckpt-hang-timeout=600", "--tee=3",
         f"--log-dir={tmp_path / 'logs'}",
