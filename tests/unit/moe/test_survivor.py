@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepG
 from megatron.core.dist_checkpointing.moe.local_recovery.survivor import LiveTensors, Passes, Survivor, SurvivorBuffers
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
+from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, checksum_bytes_per_s, checksums
@@ -37,6 +38,9 @@ class Trainer:
 
     def tensors(self) -> dict[str, memoryview]:
         return {}
+
+    def restore(self, scalars: dict[str, Any], tensors: dict[str, memoryview]) -> None:
+        pass
 
 
 @pytest.fixture
@@ -73,6 +77,36 @@ def test_copies_of_logs_have_ended_before_any_segment_goes(
     survivor.resize_logs(PLAN.lookback + 2)
     assert there == [before]
     assert len(list(tmp_path.rglob("segment-*.bin"))) == len(BUFFERS.sizes(replace(PLAN, lookback=PLAN.lookback + 2)))
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise NoRoom("the tmpfs is full")
+
+
+def test_logs_that_find_no_room_are_said_once(
+    new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    survivor = new()
+    monkeypatch.setattr(survivor.store, "resize", no_room)
+    for _ in range(3):
+        survivor.resize_logs(6)
+    assert len([line for line in caplog.messages if "find no room" in line]) == 1
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_live_state_is_that_of_its_parked_snapshot_until_training_continues_or_nothing_is_parked(
+    continues: bool, new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a later recovery would take whatever live state is by then for that snapshot, and copy nothing."""
+    survivor = new()
+    assert not survivor.park_again({})
+    assert survivor.kept is not None and survivor.kept.iteration == 4
+    if continues:
+        survivor.passes(5, logged=False)
+    else:
+        monkeypatch.setattr(survivor.store, "reserve", no_room)
+        assert "the tmpfs is full" in survivor.park_again({})
+    assert survivor.kept is None
 
 
 @pytest.mark.parametrize("passed", [True, False])

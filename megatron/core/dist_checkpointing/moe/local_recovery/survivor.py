@@ -223,6 +223,7 @@ class Survivor:
         assert self._logs is not None
         if logged:
             self._logs.begins(iteration, self._passes.microbatches)
+        self.kept = None  # from here on live state is that of no snapshot
         self._guard.passes(iteration)
 
     def reduced(self) -> None:
@@ -327,6 +328,7 @@ class Survivor:
         Returns:
             The parts that are missing, in words; empty where none is.
         """
+        self.kept = None  # where this parks nothing, what an earlier recovery parked is not what live state is
         if self._parker is None or self._logs is None:
             return "nothing was parked: training had not begun"
         decision, progress = self._guard.decide(cause), self._progress
