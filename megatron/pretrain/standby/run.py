@@ -74,6 +74,7 @@ def _run(argv: Sequence[str] | None) -> int:
     return 0
 
 
+RESTARTS = 20
 _EXAMPLES = """
 one node of 8 GPUs, of which any may fail:
   moe-ckpt-run --nproc-per-node 8 --moe-ckpt-standbys 1 SCRIPT [flags] --moe-ckpt-strategy full
@@ -91,7 +92,8 @@ def _own_help() -> str:
     """What torchrun lacks, and how a job is started; its own options are a page that its users know."""
     parser = argparse.ArgumentParser(
         prog="moe-ckpt-run", usage=_USAGE, epilog=_EXAMPLES, add_help=False,
-        description="torchrun with hot standbys: surviving ranks keep their processes when others are lost.",
+        description="torchrun with hot standbys: surviving ranks keep their processes when others are lost. Ranks are"
+        f" restarted {RESTARTS} times, or as often as --max-restarts says.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_launcher_flags(parser)
@@ -105,6 +107,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog, parser.usage = "moe-ckpt-run", _USAGE
+    if "PET_MAX_RESTARTS" not in os.environ:  # with torchrun's own default, 0, no standby would ever be needed
+        parser.set_defaults(max_restarts=RESTARTS)
     add_launcher_flags(parser)
     add_unit_flags(parser)
     parser.format_help = _own_help  # type: ignore[method-assign]

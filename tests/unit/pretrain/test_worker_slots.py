@@ -145,6 +145,19 @@ def test_a_negative_number_of_standbys_is_refused(capsys: pytest.CaptureFixture[
     assert "--moe-ckpt-standbys -1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "restarts"), [([], None, 20), ([], "4", 4), (["--max-restarts", "0"], "4", 0)]
+)
+def test_ranks_are_restarted_unless_it_is_said_how_often(
+    given: list[str], variable: str | None, restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends a job at its first fault."""
+    monkeypatch.delenv("PET_MAX_RESTARTS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PET_MAX_RESTARTS", variable)
+    assert parse_options([*given, "--moe-ckpt-standbys", "1", "train.py"]).max_restarts == restarts
+
+
 def test_a_flag_of_the_script_that_stands_before_it_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(["--moe-ckpt-strategy", "full", "train.py"])
