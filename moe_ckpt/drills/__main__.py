@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-chaos-", dir=TMPFS if TMPFS.is_dir() else None) as memory:
         folder = arguments.folder or Path(tempfile.mkdtemp(prefix="moe-ckpt-chaos-"))
-        if strange := _made_room(folder):
+        if strange := made_room(folder):
             sys.stderr.write(f"{strange} is of no earlier drill and would be overwritten: give another --folder\n")
             return 2
         settings = _settings(arguments, folder, Path(memory), flags)
@@ -56,8 +56,12 @@ def main(argv: Sequence[str]) -> int:
     return int(not is_right(result))
 
 
-def _made_room(folder: Path) -> Path | None:
-    """Removes what an earlier drill left; returns what is not of one, and then removes nothing."""
+def made_room(folder: Path) -> Path | None:
+    """Removes what an earlier drill left; returns a folder of anybody else, and then removes nothing.
+
+    Args:
+        folder: Of the drill.
+    """
     jobs = [folder / name for name in ("subject", "baseline", "calibration-plain", "calibration-saving")]
     if not (folder / MARK).exists():
         if strange := next((job for job in jobs if job.exists()), None):

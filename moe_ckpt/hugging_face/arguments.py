@@ -20,7 +20,7 @@ COMMON = {
     "softmax_type": "vanilla",
     "window_size": None,
     "layernorm_zero_centered_gamma": False,
-    # No tensor shows these, and no family computes with them: what is silent of them would export another model.
+    # No tensor shows these, and no family computes with them: an export that ignored them would be another model.
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False,
@@ -36,7 +36,7 @@ COMMON = {
     "moe_router_num_groups": 1,
     "moe_router_group_topk": 1,
 }
-"""What all families need, but for those that say otherwise."""
+"""What all families need unless they say otherwise."""
 
 
 def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:

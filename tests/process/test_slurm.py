@@ -350,11 +350,8 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
 
 @pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
-    # As site scripts are: with variables that may not be set, commands that fail, and arguments of their own.
-    (tmp_path / "env.sh").write_text(
-        "PATH_OF_SITE=/opt/nccl/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\n"
-        f'touch "{tmp_path}/sourced$1-$SLURMD_NODENAME"\n'
-    )
+    site = f'PATHS=/opt/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\ntouch "{tmp_path}/sourced$1-$SLURMD_NODENAME"\n'
+    (tmp_path / "env.sh").write_text(site)  # a variable that is not set, a command that fails, arguments of its own
     watched = {
         "MOE_CKPT_STRIKES": "3/10m",
         "MOE_CKPT_HEALTH_CHECK": "nvidia-smi -L",

@@ -1,8 +1,7 @@
 """`standby_stock_job.py` in which rank 1 gets SIGKILL once while tokens are dispatched, in iteration 5.
 
-Peers of its experts wait for it there, behind the first step of a shared expert that overlaps the dispatch. It is
-killed again by no later attempt: the file `killed` in the folder $SLOTS says that it was.
-"""
+Peers wait for it there, behind the first step of a shared expert that overlaps. The file `killed` in the folder $SLOTS
+says that it was."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,10 @@ from stock_recording import on_the_cpu, recording
 from world import ROOT, Hook, Outcome, Running, World
 
 ITERATIONS = 6
+KILLED = -signal.SIGKILL
+"""Exit code of a rank that an injected fault strikes; others end with 1."""
+FULL = ("--moe-ckpt-strategy", "full")
+SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 
 # Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
 FLAGS = (
@@ -96,6 +101,14 @@ class Shape:
             str(batch),
             *self.more,
         ]
+
+
+class Tied(Shape):
+    """The output reads the embedding, of which the last stage has a copy."""
+
+    @property
+    def flags(self) -> list[str]:
+        return [flag for flag in super().flags if flag != "--untie-embeddings-and-output-weights"]
 
 
 ALONE = Shape(ranks=1, pp=1, ep=1)

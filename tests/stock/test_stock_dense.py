@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from effort import cases
 from runs import differences, digest
-from stock_jobs import ALONE, FOUR, PAIR, Records, Shape
+from stock_jobs import ALONE, FOUR, FULL, KILLED, PAIR, Records, Shape
 from stock_recording import (
     forked_writer,
     full_disk,
@@ -31,9 +30,7 @@ from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.integrity import NAME, check, seal
 from moe_ckpt.dense.names import TRACKER
 
-FULL = ("--moe-ckpt-strategy", "full")
 ASYNC = ("--async-save", "--async-strategy", "mcore")
-KILLED = -signal.SIGKILL
 SPREAD = Shape(ranks=2, pp=1, ep=2)
 OVERLAPPED = Shape(ranks=2, pp=1, ep=2, more=("--bf16", "--overlap-grad-reduce", "--overlap-param-gather"))
 SECRET = b"the secret of this job, which nobody else knows"

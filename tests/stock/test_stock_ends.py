@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 from runs import published
-from stock_jobs import ALONE, ITERATIONS, PAIR, StockJob
+from stock_jobs import ALONE, FULL, ITERATIONS, KILLED, PAIR, SPARSE, StockJob
 from stock_recording import as_version, without_seam, wrapped_by_another
 
-FULL = ("--moe-ckpt-strategy", "full")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
-KILLED = -signal.SIGKILL
 REFUSED = {2}
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from stock_jobs import Shape
+from stock_jobs import KILLED, Shape
 from stock_recording import unprotected
 
 from moe_ckpt.dense.dense import open_dense
 
-KILLED = -signal.SIGKILL
 FROZEN = Shape(ranks=2, pp=1, ep=2, more=("--bf16", "--freeze-experts"))
 HIDDEN, LAYERS, EXPERTS_OF_RANK = 32, 2, 2
 EXPERT_BYTES = LAYERS * EXPERTS_OF_RANK * 3 * HIDDEN * HIDDEN * 2

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 from graph_hooks import replayed_through_graphs, whole_iterations
-from stock_jobs import Shape
+from stock_jobs import KILLED, SPARSE, Shape
 
-KILLED = -signal.SIGKILL
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 FAULT = ("--moe-ckpt-inject-fault", "1@4:step")
 CAPTURED = Shape(
     ranks=2,

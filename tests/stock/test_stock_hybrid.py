@@ -3,17 +3,12 @@ brought back."""
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 
 import pytest
 from hybrid_model import hybrid_shape, seeing
-from recipes import changed
-from stock_jobs import Shape, without_state
+from stock_jobs import FULL, KILLED, SPARSE, Shape, Tied, without_state
 
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 UNEVEN = hybrid_shape("ME*M|E")
 CHUNKS = hybrid_shape("M|E*|ME|M*E", more=("--global-batch-size", "4"))
 NET = "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4"
@@ -22,14 +17,6 @@ AHEAD = hybrid_shape("M*E|ME/*E")
 """The last stage predicts a further token, with a copy of the embedding."""
 SEEING = hybrid_shape("*E|ME", hook=seeing)
 EXPERTS = hybrid_shape("M*E|ME", ranks=4, ep=2)
-
-
-class Tied(Shape):
-    """The output reads the embedding, of which the last stage has a copy."""
-
-    @property
-    def flags(self) -> list[str]:
-        return changed(super().flags, {"--untie-embeddings-and-output-weights": None})
 
 
 TIED = Tied(2, 2, 1, more=UNEVEN.more, hooks=UNEVEN.hooks)

@@ -31,7 +31,7 @@ STAGES = Shape(ranks=2, pp=2, ep=1)
 AHEAD = Shape(ranks=3, pp=3, ep=1, more=("--mtp-num-layers", "1"))
 MUON = Shape(ranks=4, pp=1, ep=2, more=("--bf16", "--optimizer", "muon"))
 SHARED = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall"
-BESIDE_DISPATCH = Shape(ranks=2, pp=1, ep=2, more=tuple(SHARED.split()))
+OVERLAPPED_DISPATCH = Shape(ranks=2, pp=1, ep=2, more=tuple(SHARED.split()))
 HYBRID = hybrid_shape("ME*M|E")
 """Layers are numbered again, with the process that has a new model."""
 full = pytest.mark.full
@@ -114,15 +114,15 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
 
 
 @full
-def test_who_waits_in_a_dispatch_beside_a_shared_expert_keeps_its_process(
+def test_who_waits_in_a_dispatch_that_a_shared_expert_overlaps_keeps_its_process(
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     """Else it would fail in its next forward pass, which the shared expert refuses to begin in the middle."""
-    job = new_job(BESIDE_DISPATCH)
+    job = new_job(OVERLAPPED_DISPATCH)
     slots, _ = struck(job, "full", "", script="dispatch_job.py", DISPATCHES="17")
     assert (slots / "killed").exists()
     check_survivors(slots, 2, [{1}])
-    assert job.records() == undisturbed(BESIDE_DISPATCH)
+    assert job.records() == undisturbed(OVERLAPPED_DISPATCH)
 
 
 @full

@@ -9,13 +9,12 @@ import ast
 import inspect
 import random
 import re
-import signal
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import pytest
-from stock_jobs import FOUR, PAIR, Records, Shape, StockJob
+from stock_jobs import FOUR, FULL, KILLED, PAIR, Records, Shape, StockJob
 from stock_recording import unprotected
 from test_stock_in_place import struck
 from world import ROOT
@@ -24,8 +23,6 @@ NewJob = Callable[..., StockJob]
 Undisturbed = Callable[[Shape], Records]
 
 TABLE = ROOT / "docs" / "internals" / "decisions" / "067-iterations-since-train.md"
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
 WINDOWED = "sparse --moe-ckpt-window 2"
 SPARSE = ("--moe-ckpt-strategy", *WINDOWED.split())
 GLOBAL = (*SPARSE, "--moe-ckpt-recovery", "global")

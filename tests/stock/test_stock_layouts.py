@@ -4,7 +4,6 @@ distributed optimizer: killed and brought back."""
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +12,9 @@ from unittest import mock
 
 import pytest
 from context_hooks import gathered_context, warmed_up_apart
-from stock_jobs import Shape
+from stock_jobs import FULL, KILLED, SPARSE, Shape
 from world import ROOT
 
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 CONTEXT = Shape(
     ranks=4, pp=2, ep=2, more=("--context-parallel-size", "2", "--global-batch-size", "3"), hooks=(gathered_context,)
 )

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy
 import pytest
-from stock_jobs import ALONE, PAIR, Shape
+from stock_jobs import ALONE, PAIR, SPARSE, Shape
 
 from moe_ckpt.runs.page import render
 from moe_ckpt.runs.sources import read_runs
 
 SCALED = Shape(ranks=1, pp=1, ep=1, more=("--fp16", "--initial-loss-scale", "2097152", "--hysteresis", "1"))
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 
 
 def test_a_killed_job_tells_all_sinks_of_its_recovery(new_job, tmp_path: Path) -> None:

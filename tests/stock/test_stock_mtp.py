@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 
 import pytest
-from recipes import changed
-from stock_jobs import Shape, without_state
+from stock_jobs import FULL, KILLED, SPARSE, Shape, Tied, without_state
 
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 AHEAD = ("--mtp-num-layers", "1")
 THREE = Shape(ranks=3, pp=3, ep=1, more=AHEAD)
 PAIR = Shape(ranks=2, pp=2, ep=1, more=AHEAD)
@@ -21,14 +16,6 @@ ALONE_ON_A_CHUNK = Shape(
     ranks=2, pp=2, ep=1, more=(*AHEAD, "--pipeline-model-parallel-layout", "Et|t|tt|mL", "--global-batch-size", "4")
 )
 """The last chunk has no other layer, and the norm of the last one is on another stage."""
-
-
-class Tied(Shape):
-    """The output reads the embedding, of which the last stage has a copy anyhow."""
-
-    @property
-    def flags(self) -> list[str]:
-        return changed(super().flags, {"--untie-embeddings-and-output-weights": None})
 
 
 TIED = Tied(ranks=2, pp=2, ep=1, more=AHEAD)

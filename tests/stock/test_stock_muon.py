@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 from importlib.util import find_spec
 
 import pytest
 from fp8_hooks import restored_without
 from recipes import changed
-from stock_jobs import Shape, without_state
+from stock_jobs import FULL, KILLED, SPARSE, Shape, without_state
 
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
 PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "4")
 MUON = ("--bf16", "--optimizer", "muon")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 GATHERED_LATE = (*MUON, "--overlap-grad-reduce", "--overlap-param-gather")
 LAYER_WISE = Shape(ranks=4, pp=1, ep=2, more=MUON)
 STAGES = Shape(ranks=4, pp=2, ep=2, more=MUON)

@@ -4,7 +4,6 @@ GPU."""
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 from device_hooks import asynchronous
-from stock_jobs import Shape, without_state
+from stock_jobs import FULL, KILLED, Shape, without_state
 from stock_trainer import after_training
 
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
 FLAGS = ("--bf16", "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
 OVERLAP = "--overlap-cpu-optimizer-d2h-h2d"
 

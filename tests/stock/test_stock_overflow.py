@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
-from stock_jobs import Shape
+from stock_jobs import KILLED, SPARSE, Shape
 
-KILLED = -signal.SIGKILL
 AGAIN = "the passes are run again"
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 
 
 @contextlib.contextmanager

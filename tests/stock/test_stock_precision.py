@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from effort import cases
 from engine import world_with_engine
-from stock_jobs import OVERFLOWING, Shape, StockJob
+from stock_jobs import KILLED, OVERFLOWING, Shape, StockJob
 from stock_recording import unprotected
 from world import World, node_memory
 
-KILLED = -signal.SIGKILL
 ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm --bf16"
 EIGHT_BITS = (
     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-param-gather"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 from megatron_flags import judged
 from recipes import DEEPSEEK_V3, MIXTRAL_8X22B, NEEDS_ENGINE, QWEN3_30B_A3B, RECIPES, WITHOUT_ENGINE, Recipe, Reduced
 from recipes import changed as with_changes
+from stock_jobs import FULL, KILLED, SPARSE
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.pretrain.errors import InvalidInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 STRATEGIES = pytest.mark.parametrize("protection", [FULL, SPARSE], ids=["full", "sparse"])
 MTP = ("--mtp-num-layers", "1")
 DEEPSEEK_V3_MTP = Reduced(DEEPSEEK_V3, (("--pipeline-model-parallel-layout", "Et|tttmL"), MTP))

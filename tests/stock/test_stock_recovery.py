@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,17 +17,14 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 from runs import differences, digest
-from stock_jobs import ALONE, FOUR, HALF, ITERATIONS, SCRIPT, TENSOR_PARALLEL, Records
+from stock_jobs import ALONE, FOUR, FULL, HALF, ITERATIONS, KILLED, SCRIPT, SPARSE, TENSOR_PARALLEL, Records
 from stock_recording import unprotected
 from world import Outcome
 
 from moe_ckpt.commands.main import commands
 
-KILLED = -signal.SIGKILL
-FULL = ("--moe-ckpt-strategy", "full")
 PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "2", "--moe-ckpt-pec-k-persist", "1")
 SELECTIVE = ("--moe-ckpt-strategy", "selective")
-SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
 GLOBAL = (*SPARSE, "--moe-ckpt-recovery", "global")
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from runs import metrics
-from stock_jobs import ALONE, Shape, StockJob
+from stock_jobs import ALONE, FULL, KILLED, Shape, StockJob
 from world import Outcome
 
 pytestmark = pytest.mark.ci
 
-FULL = ("--moe-ckpt-strategy", "full")
-KILLED = -signal.SIGKILL
 STANDS = 2
 """The iteration after which checkpoint and storage stand; memory has that, or the next one."""
 OTHERS = ("--lr", 5e-3, "--min-lr", 1e-4, "--adam-beta2", 0.9, "--adam-eps", 1e-4)

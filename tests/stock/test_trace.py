@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from stock_jobs import PAIR
+from stock_jobs import FULL, KILLED, PAIR, SPARSE
 from stock_recording import traced
-from test_stock_recovery import FULL, KILLED, SPARSE
 from world import ROOT
 
 pytestmark = pytest.mark.ci

@@ -56,7 +56,7 @@ def test_a_drill_removes_only_what_an_earlier_one_left(tmp_path: Path, capsys: p
     assert drills.main(["--folder", str(own)]) == 2
     assert f"{own}/baseline is of no earlier drill" in capsys.readouterr().err and (own / "baseline").is_dir()
     for _ in range(2):
-        assert drills._made_room(tmp_path / "run") is None and not (tmp_path / "run" / "subject").exists()
+        assert drills.made_room(tmp_path / "run") is None and not (tmp_path / "run" / "subject").exists()
         (tmp_path / "run" / "subject").mkdir()
 
 

@@ -28,7 +28,7 @@ class SystemSetting:
     constants: Constants
 
     def __post_init__(self) -> None:
-        # A job cannot have more peers than ranks beside each; what a system is asked for by name is refused there.
+        # A rank has no more peers than there are other ranks; where a system is given more by name, it refuses.
         most = self.job.topology.world_size - 1
         if self.constants.replicas > most:
             object.__setattr__(self, "constants", replace(self.constants, replicas=most))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from moe_ckpt.simulator.ettr import moc_save_overhead_s
@@ -109,11 +106,6 @@ def test_a_shorter_interval_and_the_same_one_both_lose_less_than_full_checkpoint
     assert lost["MoC, shorter interval"] < lost["MoC, same interval"] < lost["full"]
 
 
-def test_figures_that_were_not_at_hand_stay_empty() -> None:
-    given = published("moc")["fig10"]
-    assert [given[key] for key in given if key.startswith(("equal", "adaptive"))] == [None, None, None]
-
-
 def test_blocking_checkpoints_are_as_long_as_the_published_speedups_need() -> None:
     given = published("moc")["fig12"]
     least, most = ((1 + x) / (1 + (1 - given["overhead_reduction"][1]) * x) for x in moc_fig12.checkpoint())
@@ -145,11 +137,3 @@ def test_without_sharding_the_snapshot_of_the_first_case_exceeds_the_passes_by_w
 def test_the_published_gain_lies_within_what_the_said_bars_allow() -> None:
     (least, most), said = moc_fig12.gains(), published("moc")["fig12"]["gain_over_base_async"]
     assert least <= said[0] < said[1] <= most
-
-
-@pytest.mark.parametrize("module", [moc_fig10, moc_fig12, moc_fig13])
-def test_the_figures_draw_themselves(module: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "figure.png"
-    module.figure().plot(path)
-    assert path.stat().st_size > 10_000

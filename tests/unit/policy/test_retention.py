@@ -115,16 +115,6 @@ def tracked_windows(draw: st.DrawFn) -> list[TrackedWindow]:
 # Known cases
 
 
-def test_one_protected_window_and_one_in_flight_stay() -> None:
-    windows = [sparse(0, WindowState.PROTECTED), sparse(2, WindowState.PROTECTED), sparse(4, WindowState.COPYING)]
-    assert freed(windows) == [0, 1]
-
-
-@pytest.mark.parametrize("state", [WindowState.COPYING, WindowState.REPLICATING, WindowState.UNDER_REPLICATED])
-def test_the_previous_window_stays_until_the_next_one_is_protected(state: WindowState) -> None:
-    assert freed([sparse(0, WindowState.PROTECTED), sparse(2, state)]) == []
-
-
 @pytest.mark.parametrize("slowest", [Status.PENDING, Status.SEALED, Status.UNDER_REPLICATED, Status.PROTECTED])
 def test_the_previous_window_stays_until_all_ranks_have_the_next_one_protected(slowest: Status) -> None:
     """What a window has come to is the least that any rank reports."""

@@ -228,14 +228,6 @@ def test_most_ranks_that_own_parts_of_the_same_operators_are_not_packed(monkeypa
     assert all(schedule.fits for schedule in schedules.values())
 
 
-@pytest.mark.parametrize("window", [0, 3])
-def test_a_window_that_no_lane_can_fill_is_refused(window: int) -> None:
-    lanes = {(0, 0): (expert(0, 0), expert(0, 1)), (0, 1): (expert(0, 2),)}
-    sizes = dict.fromkeys((expert(0, index) for index in range(3)), OperatorSize(12, 2))
-    with pytest.raises(UsageError, match=f"window is {window}, but must be from 1 to .* the largest lane, 2"):
-        joint_schedules(lanes, sizes, 100, window=window)
-
-
 def test_no_lanes_an_empty_lane_and_a_budget_below_one_are_refused() -> None:
     with pytest.raises(UsageError, match="lanes names none"):
         joint_schedules({}, {}, 1)

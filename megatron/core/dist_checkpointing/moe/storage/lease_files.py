@@ -122,7 +122,7 @@ class FolderPlace:
             return False
         try:
             own = os.fstat(self._descriptor)
-        except OSError:  # of a network file system: ESTALE where another node unlinked it, ENOTCONN behind a new mount
+        except OSError:  # ESTALE where another node has unlinked it, ENOTCONN behind a new mount
             return False
         return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 

@@ -290,7 +290,7 @@ def decode(content: bytes, name: str) -> Manifest:
 
 
 class _ParsedManifests:
-    """Those that were parsed last: a round reads the same few several times, a recovery those of all ranks.
+    """The last ones to be parsed: a round reads the same few several times, a recovery those of all ranks.
 
     Bounded by bytes and not by their number, for a manifest of thousands of records takes about 5 times its body.
     """
@@ -301,8 +301,7 @@ class _ParsedManifests:
 
     def of(self, body: bytes) -> Manifest:
         with self._lock:
-            found = self._kept.pop(body, None)
-            if found is not None:
+            if (found := self._kept.pop(body, None)) is not None:
                 self._kept[body] = found
                 return found
         found = _parsed(body)

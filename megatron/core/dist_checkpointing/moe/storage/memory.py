@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 _ROOM_BYTES = 1 << 16
 _SEGMENT_PER_ROOM = 1 << 12
 
-
 _KEPT: dict[Path, tuple[int, mmap.mmap]] = {}
 """By the path of a segment, its inode and the mapping that a store of this process left to the next one there."""
 
