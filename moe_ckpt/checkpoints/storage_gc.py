@@ -134,7 +134,9 @@ def _retained(
 
 def _newest_of_ranks(here: Sequence[StoredSnapshot], found: RestorableState) -> Iterator[StoredSnapshot]:
     """The newest copies that single ranks have up to a state, though others lost theirs of the same iteration."""
-    past = [stored for stored in here if stored.span[-1] <= found.state.span[-1]]
+    leading = found.state.leading
+    # Of its own layout: a rank of another one is no more, and will never have newer copies.
+    past = [stored for stored in here if stored.span[-1] <= leading.span[-1] and stored.layout == leading.layout]
     seen: dict[tuple[int, OperatorId], Part] = {}
     for stored in sorted(past, key=lambda stored: stored.span[-1], reverse=True):
         own = held_parts([stored])

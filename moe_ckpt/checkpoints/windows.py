@@ -7,7 +7,7 @@ What a snapshot of `pec` lacks is in older ones, so a whole state can be restore
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +18,9 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import kept_in_storage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Manifest, SnapshotId, Store
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import STANDBY, OperatorId, OperatorKind, Part, SnapshotPlan
+
+_Owned = dict[tuple[str, int], set[OperatorId]]
+"""By layout and rank the operators of which it stored anything."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class StoredSnapshot:
     def world_size(self) -> int:
         """Ranks of the job that made it; 0 where its manifest does not say."""
         return cast("int", self.facts.topology.get("world_size", 0))
+
+    @property
+    def layout(self) -> str:
+        """In which its rank owns what it owns: after a change of it others do."""
+        return repr(sorted(self.facts.topology.items()))
 
     @property
     def leads(self) -> bool:
@@ -175,22 +183,39 @@ def restorable(
             own = (piece for piece in pieces if piece.span == state.span)
             names = {piece_name(piece) for piece in (*own, *needed_pieces(pieces, state))}
             members = tuple(seen for seen in here if seen.name in names)
-            there = held_parts(members)
-            wanted = held_parts(seen for seen in ever if seen.span[-1] <= state.span[-1])
-            if all(part in there.get(key, Part.NOTHING) for key, part in wanted.items()):
+            wanted = [seen for seen in ever if seen.span[-1] <= state.span[-1]]
+            if _holds(members, wanted, state.leading.layout):
                 any_here = True
                 yield RestorableState(timeline, state, members)
         if any_here:
             return
 
 
+def _holds(members: Sequence[StoredSnapshot], wanted: Sequence[StoredSnapshot], layout: str) -> bool:
+    """Whether members have all that ranks of this layout ever stored; of what those of others did, from any rank."""
+    there, own = (held_parts(seen for seen in some if seen.layout == layout) for some in (members, wanted))
+    anywhere, others = (
+        _by_operator(held_parts(some)) for some in (members, [seen for seen in wanted if seen.layout != layout])
+    )
+    return all(part in there.get(key, Part.NOTHING) for key, part in own.items()) and all(
+        part in anywhere.get(operator, Part.NOTHING) for operator, part in others.items()
+    )
+
+
+def _by_operator(held: Mapping[tuple[int, OperatorId], Part]) -> dict[OperatorId, Part]:
+    found: dict[OperatorId, Part] = {}
+    for (_, operator), part in held.items():
+        found[operator] = found.get(operator, Part.NOTHING) | part
+    return found
+
+
 def pieces_of(snapshots: Iterable[StoredSnapshot]) -> list[Piece]:
     """What all ranks that own a part have of one timeline, as retention judges it, by iteration and kind."""
     ranks: dict[tuple[int, str], dict[int, StoredSnapshot]] = {}
-    owned: dict[int, set[OperatorId]] = {}
+    owned: _Owned = {}
     for seen in snapshots:
         ranks.setdefault(seen.name, {})[seen.snapshot.rank] = seen
-        owned.setdefault(seen.snapshot.rank, set()).update(seen.parts)
+        owned.setdefault((seen.layout, seen.snapshot.rank), set()).update(seen.parts)
     pieces = []
     for (iteration, kind), of_ranks in sorted(ranks.items()):
         first = next(iter(of_ranks.values()))
@@ -207,7 +232,7 @@ def _parts_of(of_ranks: Mapping[int, StoredSnapshot]) -> dict[OperatorId, Part]:
     return parts
 
 
-def _without_share(of_ranks: Mapping[int, StoredSnapshot], owned: Mapping[int, Collection[OperatorId]]) -> set[int]:
+def _without_share(of_ranks: Mapping[int, StoredSnapshot], owned: _Owned) -> set[int]:
     """Ranks that lack their share of a piece: of those that own a part, where all its operators are known, else of all.
 
     All ranks have the piece with the trainer's state. owned: operators of which each rank stored anything.
@@ -216,7 +241,11 @@ def _without_share(of_ranks: Mapping[int, StoredSnapshot], owned: Mapping[int, C
     plan = SnapshotPlan(first.snapshot.iteration, _parts_of(of_ranks))
     owners = set(range(first.world_size))
     if not first.leads and plan.digest() == first.facts.plan_digest:
-        owners = {rank for rank, operators in owned.items() if not plan.parts.keys().isdisjoint(operators)}
+        owners = {
+            rank
+            for (layout, rank), operators in owned.items()
+            if layout == first.layout and not plan.parts.keys().isdisjoint(operators)
+        }
     return owners - of_ranks.keys()
 
 
@@ -257,9 +286,9 @@ def lone_pieces(snapshots: Sequence[StoredSnapshot]) -> Iterator[tuple[StoredSna
     """Snapshots without the trainer's state that not all of their ranks have, each once, with the first rank that
     lacks it."""
     ranks: dict[tuple[str, int, str, str], dict[int, StoredSnapshot]] = {}
-    owned: dict[int, set[OperatorId]] = {}
+    owned: _Owned = {}
     for seen in snapshots:
-        owned.setdefault(seen.snapshot.rank, set()).update(seen.parts)
+        owned.setdefault((seen.layout, seen.snapshot.rank), set()).update(seen.parts)
         if not seen.leads:
             key = seen.facts.job, seen.snapshot.iteration, seen.snapshot.kind, seen.facts.plan_digest
             ranks.setdefault(key, {})[seen.snapshot.rank] = seen

@@ -50,7 +50,7 @@ from moe_ckpt.checkpoints.places import locate
 from moe_ckpt.checkpoints.saves import SavesLocation
 from moe_ckpt.checkpoints.storage import StorageLocation
 from moe_ckpt.checkpoints.storage_gc import storage_gc_plan
-from moe_ckpt.checkpoints.windows import on_timeline, states, stored_snapshots, timelines
+from moe_ckpt.checkpoints.windows import on_timeline, restorable, states, stored_snapshots, timelines
 from moe_ckpt.commands.gc import _freed
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.names import FORMAT, TRACKER
@@ -72,6 +72,7 @@ class Made:
     flags: tuple[str, ...] = ()
     made_by: str = "sparse"
     layout: str = "dp"
+    ranks: int = RANKS
 
     def window(self, root: Path | Store, last: int, ranks: Sequence[int] = range(RANKS), **said: Any) -> None:
         """A window that ends with `last`, of some ranks."""
@@ -102,7 +103,7 @@ class Made:
         store = FilesystemStore(root, snapshot.rank) if isinstance(root, Path) else root
         with store.reserve(snapshot, layout) as writer:
             writer.put("weight", random.Random(str((snapshot, self.way))).randbytes(100))
-            writer.seal(Facts(self.job, "plan", {"world_size": RANKS, "layout": self.layout}, scalars))
+            writer.seal(Facts(self.job, "plan", {"world_size": self.ranks, "layout": self.layout}, scalars))
 
 
 def limits(keep_last: int | None = None, idle_s: float = 0.0, ended: Sequence[str] = ()) -> GcLimits:
@@ -322,6 +323,24 @@ def test_what_another_strategy_or_layout_left_is_no_way_that_training_came_back_
     Made(**other).window(tmp_path, 6)  # type: ignore[arg-type]
     Made((FIRST, SECOND)).window(tmp_path, 5)
     assert not freed(of_storage(tmp_path))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_the_newest_state_is_that_of_the_newest_layout_and_the_older_one_goes_then(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    """Ranks of before, and what they owned, are no part of it."""
+    experts = [expert(0, at) for at in range(4)]
+    for way, ranks, last in (((FIRST,), before, 4), ((FIRST, SECOND), after, 6), ((FIRST, SECOND), after, 8)):
+        for rank in range(ranks):
+            own = experts[rank * 4 // ranks : (rank + 1) * 4 // ranks]
+            made = Made(way, layout=str(ranks), ranks=ranks)
+            made.snapshot(tmp_path, SnapshotId(last, rank, "window"), last, parts=own)
+        stored = stored_snapshots(FilesystemStore(tmp_path, 0))
+        assert next(str(found.state) for found in restorable(stored)) == f"iteration {last}"
+    assert freed(of_storage(tmp_path, keep_last=1)) == [
+        f"iteration 4: {before} snapshots (window)", f"iteration 6: {after} snapshots (window)"
+    ]  # fmt: skip
 
 
 def test_what_is_damaged_beside_another_run_stays(tmp_path: Path) -> None:
