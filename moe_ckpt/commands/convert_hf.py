@@ -47,6 +47,7 @@ def _described(made: Exported) -> str:
     said = f"{made.model}: {made.tensors} tensors in {' and '.join(made.dtypes)}, {shown(made.nbytes, 'bytes')}"
     said += f", {made.files} file{'s' * (made.files > 1)}"
     said += f"; {made.padding} tokens only pad the vocabulary" if made.padding else ""
+    said += f"; {made.caveat}" if made.caveat else ""
     return said + ("" if made.has_tokenizer else "; no tokenizer: give --hf-model a folder that has one")
 
 

@@ -21,6 +21,7 @@ from .families import read_model, written_config
 from .folder import (
     CONFIG,
     INDEX,
+    SINGLE,
     carry,
     published,
     read_config,
@@ -59,7 +60,8 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. model: As transformers names it. padding: Tokens that only pad the vocabulary."""
+    """What was written. model: As transformers names it. padding: Tokens that only pad the vocabulary. caveat: What
+    transformers computes otherwise; empty for nothing."""
 
     model: str
     tensors: int
@@ -68,6 +70,7 @@ class Exported:
     nbytes: int
     has_tokenizer: bool
     padding: int
+    caveat: str
 
 
 def export(request: ExportRequest, watch: Watch) -> Exported:
@@ -86,6 +89,12 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
     config = _config(checkpoint, like)
     model = read_model(config)
     model.require(_arguments(checkpoint))
+    tokens = _arguments(checkpoint).get("vocab_size")
+    if isinstance(tokens, int) and tokens > model.vocabulary:
+        raise UsageError(
+            f"{checkpoint.directory} was trained with {tokens} tokens, of which {config.place} has {model.vocabulary}:"
+            " set its vocab_size, and give it the tokenizer of the training"
+        )
     found = places(checkpoint, model.weights())
     sizes = [
         (name, math.prod(shape) * place.dtype.itemsize)
@@ -103,7 +112,6 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
                 advance(sum(tensor.nbytes for tensor in tensors.values()))
             _write_rest(staging, config, like, files, sum(nbytes for _, nbytes in sizes))
     dtypes = sorted({str(place.dtype).removeprefix("torch.") for place in found.values()})
-    tokens = _arguments(checkpoint).get("vocab_size")
     return Exported(
         model=model.name,
         tensors=len(sizes),
@@ -113,7 +121,14 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
         has_tokenizer=(request.target / "tokenizer_config.json").exists()
         or (request.target / "tokenizer.json").exists(),
         padding=model.vocabulary - tokens if isinstance(tokens, int) and tokens < model.vocabulary else 0,
+        caveat=_UNSCALED if model.name == "DeepseekV2ForCausalLM" and config.rope().get("mscale_all_dim") else "",
     )
+
+
+_UNSCALED = (
+    "DeepseekV2ForCausalLM of transformers (5.12) leaves mscale_all_dim of YaRN out of attention, which Megatron and"
+    " DeepSeek's own code do not"
+)
 
 
 def _opened(source: Path) -> DenseCheckpoint:
@@ -174,7 +189,7 @@ def _write_rest(staging: Path, config: Config, like: Path | None, files: Mapping
         carry(like, staging, config=True)
     if like is None or unquantized(config.values) != config.values:
         write_json(staging / CONFIG, unquantized(config.values))
-    if len(set(files.values())) == 1:
+    if set(files.values()) == {SINGLE}:
         (staging / INDEX).unlink(missing_ok=True)
     elif like is None or read_weight_map(like) != files:
         write_json(staging / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(files)})

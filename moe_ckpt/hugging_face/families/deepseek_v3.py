@@ -54,6 +54,7 @@ def mixture(config: Config) -> dict[str, Any]:
 
 def latent_attention(config: Config) -> dict[str, Any]:
     """Latent attention (MLA). Raises UsageError for rotary embeddings that Megatron does not compute."""
+    config.require("rms_norm_eps", 1e-6)  # transformers norms latents with that whatever the config says
     rope = config.rope()
     found: dict[str, Any] = {
         "multi_latent_attention": True,

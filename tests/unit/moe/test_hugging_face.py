@@ -261,11 +261,42 @@ def test_deepseek_v2_lite_has_one_projection_of_queries_and_comes_back_also_with
     shutil.rmtree(tmp_path / "in" / "hugging_face")
     change_arguments(tmp_path / "in" / "release", max_position_embeddings=64)
     convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    assert "leaves mscale_all_dim of YaRN out of attention" in capsys.readouterr().out
     found, expected = (load_file(at / WEIGHTS) for at in (tmp_path / "back", folder))
     assert "model.layers.0.self_attn.q_proj.weight" in found
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["q_lora_rank"] is None and config["rope_scaling"] == LITE["rope_scaling"]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_an_epsilon_that_transformers_does_not_norm_latents_with_is_refused_both_ways(family: str) -> None:
+    config = config_of(family, rms_norm_eps=1e-5)
+    with pytest.raises(UsageError, match="rms_norm_eps 1e-05 cannot be converted"):
+        read_model(Config(config, family))
+    arguments = read_model(Config(config_of(family), family)).arguments | {"max_position_embeddings": 64}
+    with pytest.raises(UsageError, match="rms_norm_eps 1e-05 cannot be converted"):
+        written_config(arguments | {"norm_epsilon": 1e-5}, 30, "bfloat16")
+
+
+def test_tokens_that_the_template_has_not_are_no_padding(tmp_path: Path) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    change_arguments(tmp_path / "in" / "release", vocab_size=31)
+    with pytest.raises(UsageError, match=r"was trained with 31 tokens, of which .* has 30: set its vocab_size"):
+        convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_single_file_with_a_number_keeps_its_index(tmp_path: Path) -> None:
+    folder, name = folder_of("mixtral", tmp_path / "folder"), "model-00001-of-00001.safetensors"
+    (folder / WEIGHTS).rename(folder / name)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / name), name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert("--from", "hf", folder, tmp_path / "in")
+    convert("--to", "hf", tmp_path / "in", tmp_path / "back")
+    assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    assert json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text()) == index
 
 
 def test_positions_of_latent_attention_that_no_flag_gives_are_refused_before_anything_is_written(
