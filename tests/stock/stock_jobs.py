@@ -115,6 +115,7 @@ ALONE = Shape(ranks=1, pp=1, ep=1)
 PAIR = Shape(ranks=2, pp=2, ep=1)
 FOUR = Shape(ranks=4, pp=2, ep=2)
 TENSOR_PARALLEL = Shape(ranks=4, pp=2, ep=2, tp=2, more=("--sequence-parallel", "--expert-tensor-parallel-size", "1"))
+SHARED = Shape(2, 1, 2, more=("--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-overlap"))
 HALF = Shape(ranks=4, pp=2, ep=2, more=("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"))
 """The first iterations are skipped, until the loss scale is small enough."""
 OVERFLOWING = Shape(ranks=2, pp=2, ep=1, more=("--fp16", "--initial-loss-scale", str(2.0**40), "--hysteresis", "1"))

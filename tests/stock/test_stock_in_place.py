@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hybrid_model import hybrid_shape
 from slot_process import check_survivors, survivors
-from stock_jobs import FOUR, TENSOR_PARALLEL, Records, Shape, StockJob
+from stock_jobs import FOUR, SHARED, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT, run_to_end
 
 pytestmark = pytest.mark.ci
@@ -30,8 +30,6 @@ DEEP = Shape(ranks=4, pp=4, ep=1)
 STAGES = Shape(ranks=2, pp=2, ep=1)
 AHEAD = Shape(ranks=3, pp=3, ep=1, more=("--mtp-num-layers", "1"))
 MUON = Shape(ranks=4, pp=1, ep=2, more=("--bf16", "--optimizer", "muon"))
-SHARED = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall"
-OVERLAPPED_DISPATCH = Shape(ranks=2, pp=1, ep=2, more=tuple(SHARED.split()))
 HYBRID = hybrid_shape("ME*M|E")
 """Layers are numbered again, with the process that has a new model."""
 full = pytest.mark.full
@@ -118,11 +116,11 @@ def test_who_waits_in_a_dispatch_that_a_shared_expert_overlaps_keeps_its_process
     new_job: NewJob, undisturbed: Undisturbed
 ) -> None:
     """Else it would fail in its next forward pass, which the shared expert refuses to begin in the middle."""
-    job = new_job(OVERLAPPED_DISPATCH)
+    job = new_job(SHARED)
     slots, _ = struck(job, "full", "", script="dispatch_job.py", DISPATCHES="17")
     assert (slots / "killed").exists()
     check_survivors(slots, 2, [{1}])
-    assert job.records() == undisturbed(OVERLAPPED_DISPATCH)
+    assert job.records() == undisturbed(SHARED)
 
 
 @full

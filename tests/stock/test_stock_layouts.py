@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from context_hooks import gathered_context, warmed_up_apart
-from stock_jobs import FULL, KILLED, SPARSE, Shape
+from stock_jobs import FULL, KILLED, SHARED, SPARSE, Shape
 from world import ROOT
 
 CONTEXT = Shape(
@@ -60,6 +60,7 @@ INSTANCES = Shape(
         pytest.param(EXPERTS_CUT, SPARSE, "1@5:step", id="experts-cut-sparse", marks=pytest.mark.ci),
         pytest.param(EXPERTS_CUT, FULL, "3@4:forward-backward", id="experts-cut-full", marks=pytest.mark.full),
         pytest.param(INSTANCES, SPARSE, "2@5:step", id="instances-sparse", marks=pytest.mark.ci),
+        pytest.param(SHARED, SPARSE, "1@5:step", id="shared-experts-sparse", marks=pytest.mark.full),
         pytest.param(INSTANCES, FULL, "3@4:forward-backward", id="instances-full", marks=pytest.mark.full),
     ],
 )

@@ -94,6 +94,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"moe_use_upcycling": True},
         {"fp8_quantizer_factory": "package.module.factory"},
         {"pipeline_model_parallel_layout": "Et|t|m|L"},
+        {"logits_save_dir": "logits"},
     ],
     ids=lambda flag: next(iter(flag)),
 )
@@ -103,10 +104,11 @@ def test_a_flag_that_would_break_the_promise_is_refused_by_name(flag: dict[str, 
         flags.check(*given(**flag), "0.19.2")
 
 
-def test_a_batch_that_grows_is_refused_where_iterations_run_again() -> None:
+def test_a_batch_that_grows_is_refused_where_iterations_run_again_or_tokens_are_counted() -> None:
     assert flags.check(*given(rampup_batch_size=[4, 4, 16]), "0.19.2") == ""
-    with pytest.raises(UsageError, match="--rampup-batch-size 4 4 16 does not go with --moe-ckpt-strategy sparse"):
-        flags.check(*given(strategy="sparse", rampup_batch_size=[4, 4, 16]), "0.19.2")
+    for strategy in ("sparse", "pec", "selective"):
+        with pytest.raises(UsageError, match=f"--rampup-batch-size 4 4 16 does not go with .* {strategy}"):
+            flags.check(*given(strategy=strategy, rampup_batch_size=[4, 4, 16]), "0.19.2")
 
 
 def test_barriers_of_timers_are_refused_where_a_stage_may_replay_alone() -> None:
@@ -115,6 +117,8 @@ def test_barriers_of_timers_are_refused_where_a_stage_may_replay_alone() -> None
     assert flags.check(*given(strategy="sparse", **timed | {"pipeline_model_parallel_size": 1}), "0.19.2") == ""
     with pytest.raises(UsageError, match=r"--timing-log-level 2 does not go with .* sparse: its barriers"):
         flags.check(*given(strategy="sparse", **timed), "0.19.2")
+    with pytest.raises(UsageError, match=r"--sft does not go with .* sparse: core adds up the lengths of sequences"):
+        flags.check(*given(strategy="sparse", sft=True, pipeline_model_parallel_size=2), "0.19.2")
 
 
 def test_an_overflow_that_all_ranks_agree_on_is_refused_where_a_stage_may_replay_alone() -> None:

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, why_n
         ("enable_ft_package", True),
         ("log_straggler", True),
         ("profile", True),
+        ("logits_load_dir", "logits"),
         ("moe_routing_trace_path", "traces"),
         ("run_workload_inspector_server", True),
         ("lazy_mpu_init", True),

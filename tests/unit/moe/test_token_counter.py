@@ -12,8 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
+from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.core.transformer.moe.router import TopKRouter
 
 PROBABILITIES = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.0, 0.5], [0.1, 0.9, 0.0]])
@@ -40,6 +42,23 @@ def test_a_token_counts_once_for_each_of_its_experts() -> None:
     router(PROBABILITIES)
     assert counter.take()() == {4: (3, 2, 1)}
     assert counter.take()() == {4: (0, 0, 0)}
+
+
+def test_tokens_of_passes_that_run_once_more_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: Callable[[object], None] = lambda _: None  # noqa: E731
+    monkeypatch.setattr(PagedStashRunner, "prepare_for_rerun", stub)
+    router = Router()
+    counter = TokenCounter([router])
+    router(PROBABILITIES)
+    PagedStashRunner.prepare_for_rerun(SimpleNamespace())  # for an overflow
+    router(PROBABILITIES)
+    session: Any = SimpleNamespace(_counter=counter, _passed=6, _extensions=(), survivor=None)
+    for iteration in (7, 7):  # core validates a result
+        ProtectedSession.passes(session, iteration)
+        router(PROBABILITIES[:2])
+    assert counter.take()() == {4: (2, 1, 1)}
+    counter.close()
+    assert vars(PagedStashRunner)["prepare_for_rerun"] is stub
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])

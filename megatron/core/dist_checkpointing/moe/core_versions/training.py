@@ -27,6 +27,10 @@ try:  # from 0.18 on
 except ImportError:
     get_moe_metrics_tracker = None
 try:  # from 0.18 on
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as _Indexers
+except ImportError:
+    _Indexers = None
+try:  # from 0.18 on
     from megatron.core.transformer.moe import paged_stash
 except ImportError:
     paged_stash = None
@@ -36,6 +40,8 @@ def forget_auxiliary_losses() -> None:
     """Set to zero what routers, and layers that predict further tokens, have noted of this iteration."""
     for noted in _of_iteration():
         MTPLossLoggingHelper.tracker[noted].zero_()
+    if _Indexers is not None and "values" in _Indexers.tracker:
+        _Indexers.tracker["values"].zero_()
     if get_moe_metrics_tracker is None:
         moe_utils.clear_aux_losses_tracker()
     else:
@@ -47,6 +53,8 @@ def drop_auxiliary_losses() -> None:
     groups that they are reduced over."""
     for noted in (*_of_iteration(), "reduce_group", "avg_group"):
         MTPLossLoggingHelper.tracker.pop(noted, None)
+    if _Indexers is not None:
+        _Indexers.tracker.clear()
     if get_moe_metrics_tracker is None:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
     else:
@@ -158,6 +166,23 @@ def noting_pages(note: Callable[[], None]) -> Iterator[None]:
         return pages, room, spilled
 
     with replaced(runner, check_moe_overflow=noted):
+        yield
+
+
+@contextlib.contextmanager
+def before_passes_are_repeated(call: Callable[[], None]) -> Iterator[None]:
+    """A block in which `call` is called where core runs the passes of an iteration once more, for an overflow."""
+    if paged_stash is None:
+        yield
+        return
+    runner = paged_stash.PagedStashRunner
+    prepare = runner.prepare_for_rerun
+
+    def prepared(self: Any, *given: Any, **named: Any) -> None:
+        call()
+        prepare(self, *given, **named)
+
+    with replaced(runner, prepare_for_rerun=prepared):
         yield
 
 

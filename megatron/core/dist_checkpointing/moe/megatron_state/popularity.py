@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.router import TopKRouter
 
+from ..core_versions.training import before_passes_are_repeated
 from ..device import Arriving
 from .module_tree import layers_of_routers
 
@@ -53,6 +54,12 @@ class TokenCounter:
                 self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._counts[self._layers[router]] = zeros
+        self._hooks.enter_context(before_passes_are_repeated(self.begin))
+
+    def begin(self) -> None:
+        """Passes of an iteration begin, perhaps once more: what those before counted is of the same tokens."""
+        for count in self._counts.values():
+            count.zero_()
 
     def take(self) -> Callable[[], Mapping[int, tuple[int, ...]]]:
         """Tokens by expert for each MoE layer on this rank, counted from layer 0, since the last call.
@@ -68,8 +75,7 @@ class TokenCounter:
         layers = sorted(self._counts)
         # One transfer from the device, not one for each layer.
         taken = arriving_counts(layers, torch.stack([self._counts[layer] for layer in layers]))
-        for count in self._counts.values():
-            count.zero_()
+        self.begin()
         return taken
 
     def close(self) -> None:

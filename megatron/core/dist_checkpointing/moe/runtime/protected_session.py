@@ -95,7 +95,7 @@ class ProtectedSession(Session):
     ) -> None:
         self.config, self.training, self.place = config, training, place
         self._timestamps, self._clock = timestamps or Timestamps(), SystemClock()
-        self._rank, self._began = torch.distributed.get_rank(), False
+        self._rank, self._began, self._passed = torch.distributed.get_rank(), False, -1
         self.held = ExitStack()
         self.survivor: Survivor | None = None
         self._counter: TokenCounter | None = None
@@ -380,6 +380,9 @@ class ProtectedSession(Session):
     # In each iteration.
 
     def passes(self, iteration: int) -> None:
+        if self._counter is not None and iteration == self._passed:  # core validates a result by a rerun
+            self._counter.begin()
+        self._passed = iteration
         for extension in self._extensions:
             extension.passes()
         if self.survivor is not None:

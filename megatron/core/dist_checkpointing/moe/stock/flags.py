@@ -114,7 +114,8 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
     yield from features.refusals(features.Loop.MEGATRON_LM, config)
     stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
     may_repeat_alone = _repeats(config) and config.recovery != "global" and stages > 1
-    rules = (*_ALWAYS, *(_REPEATING if _repeats(config) else ()), *(_REPEATING_ALONE if may_repeat_alone else ()))
+    others = _REPEATING if _repeats(config) else () if config.strategy in ("full", "none") else _LOSING
+    rules = (*_ALWAYS, *others, *(_REPEATING_ALONE if may_repeat_alone else ()))
     for name, applies, reason in rules:
         value = getattr(args, name, None)
         if value is not None and applies(value):
@@ -224,6 +225,7 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("use_torch_fsdp2", bool, _SHARDED),
     ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
     ("skip_train", bool, "there is nothing to protect"),
+    ("logits_save_dir", bool, "logits wait in the process for a checkpoint, and no snapshot has them"),
     (
         "pipeline_model_parallel_layout",
         lambda layout: any("m" in stage for stage in str(layout).split("|")[:-1]),
@@ -234,7 +236,10 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("decrease_batch_size_if_needed", bool, _SAMPLES),
     ("dataloader_type", lambda kind: kind in ("external", "cyclic"), "its position is not in `args`; use single"),
 )
+_LENGTHS = "core adds up the lengths of sequences over all ranks; use --moe-ckpt-recovery global"
 _REPEATING_ALONE: tuple[_Rule, ...] = (
+    ("sft", bool, _LENGTHS),
+    ("dataloader_inter_document_masking", bool, _LENGTHS),
     (
         "moe_expert_rank_capacity_factor",
         bool,
@@ -246,6 +251,8 @@ _REPEATING_ALONE: tuple[_Rule, ...] = (
         "its barriers would wait for stages that do not replay; use level 0 or --moe-ckpt-recovery global",
     ),
 )
+_EQUAL = "lost tokens are counted as shares of a training with equal batches; use full"
+_LOSING: tuple[_Rule, ...] = (("rampup_batch_size", bool, _EQUAL), ("step_batch_size_schedule", bool, _EQUAL))
 _REPEATING: tuple[_Rule, ...] = (
     ("rampup_batch_size", bool, "iterations of different shapes cannot be run again; use --moe-ckpt-strategy full"),
     ("step_batch_size_schedule", bool, "iterations of different shapes cannot be run again; use strategy full"),

@@ -47,6 +47,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_ft_package", bool, "its monitor takes a rank that waits for a hung one"),
     ("log_straggler", bool, f"its detector {_TWICE}"),
     ("profile", bool, f"a profile {_TWICE}"),
+    ("logits_load_dir", bool, "the reader of its teacher's logits would continue where it stood"),
     ("moe_routing_trace_path", bool, f"its tracer {_TWICE}"),
     ("run_workload_inspector_server", bool, f"its server {_TWICE}"),
     ("lazy_mpu_init", bool, "groups are then made by somebody else"),
