@@ -63,7 +63,8 @@ def recording(folder: str) -> Iterator[None]:
             ahead = MTPLossLoggingHelper.tracker.get("loss_values", ())
             shown |= {f"mtp_{number} loss": float(loss).hex() for number, loss in enumerate(ahead, 1)}
             shown_norm = None if norm is None else float(norm).hex()
-            write({"iteration": iteration, "losses": shown, "grad_norm": shown_norm, "skipped": bool(skipped)})
+            if losses or not outcome[3]:  # else the loop is left, without a step
+                write({"iteration": iteration, "losses": shown, "grad_norm": shown_norm, "skipped": bool(skipped)})
             return outcome
 
         with mock.patch.object(training, "train_step", train_step):

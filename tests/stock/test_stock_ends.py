@@ -39,6 +39,20 @@ def test_a_job_that_leaves_at_an_interval_continues_from_memory(new_job, undistu
     assert job.records() == undisturbed(ALONE)
 
 
+@pytest.mark.full
+def test_a_job_whose_replay_comes_to_where_it_had_to_leave_leaves_there(new_job, undisturbed, tmp_path: Path) -> None:
+    """A stage that was parked stands behind it, and one that replays decides nothing."""
+    job, fault = new_job(PAIR), ("--moe-ckpt-inject-fault", "1@4:step")
+    flags = (*SPARSE, "--exit-interval", 4, "--save", tmp_path, "--save-interval", 1000, *fault)
+    job.run(*flags, codes={KILLED, 1})
+    outcome = job.run(*flags)
+    assert any("local rollback" in line for line in outcome.lines), outcome.said
+    assert {job.ran(rank)[-1] for rank in range(2)} == {4}
+    assert (tmp_path / "iter_0000004").is_dir()
+    job.run(*flags, "--load", tmp_path)
+    assert job.records() == undisturbed(PAIR)
+
+
 def test_a_job_that_is_told_to_end_continues_from_memory(new_job, undisturbed) -> None:
     job = new_job(ALONE)
     running = job.start(*FULL, "--exit-signal-handler")

@@ -130,3 +130,13 @@ def test_a_journaled_norm_is_on_the_device_where_training_leaves_it_there(
         assert found.item() == torch.tensor(norm).item()
     else:
         assert found is norm
+
+
+def test_indexer_losses_of_an_iteration_that_is_run_again_are_not_reported() -> None:
+    dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    tracker = dsa.DSAIndexerLossLoggingHelper.tracker
+    tracker.update(values=torch.ones(2), reduce_group="lost")
+    training.forget_auxiliary_losses()
+    assert tracker["values"].tolist() == [0.0, 0.0]
+    training.drop_auxiliary_losses()
+    assert not tracker

@@ -239,7 +239,7 @@ class Hooks:
         if optimizer is not None:  # as with --skip-train
             allocate_step_counts(optimizer)
         self._running.enter_context(manager.run())
-        self._begun, self._joined = not manager.is_replaying, False
+        self._begun, self._joined, self._leaves = not manager.is_replaying, False, False
         if self._begun:
             # May make a step that this rank missed: data iterators are built behind it. A replay begins only in the
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
@@ -328,6 +328,8 @@ class Hooks:
             self._begin_replay()
         else:
             self._join()
+            if self._leaves:  # as core's own step leaves the loop
+                return {}, True, False, True, 0, None, None, 0
             self._common.begin()
         replayed, started_s = manager.is_replaying, time.monotonic()
         self._is_in_step, self._is_updated, self._lost_peer = True, False, None
@@ -372,7 +374,7 @@ class Hooks:
             self._joined = True
             self._manager.rejoin()
             self._quiet.end()
-            self._catch_up.make_up()
+            self._leaves = self._catch_up.make_up()
             self._quiet.forget_losses()
             self._quiet.go_on()
 

@@ -283,10 +283,11 @@ class DeferredSaves:
         """The loop's `train` is called."""
         self._train = train
 
-    def make_up(self) -> None:
-        """Evaluate and save as the iteration at which all ranks stand asks for, where that was not done."""
+    def make_up(self) -> bool:
+        """Evaluate and save as the iteration at which all ranks stand asks for, where that was not done; whether the
+        job has to end there (`--exit-interval`, `--phase-transition-iterations`, both with `--save`)."""
         if not self._recovered or self._train is None:
-            return
+            return False
         self._agree(knows=True)
         self._pass_by(self._train)
         iteration = self._manager.iteration
@@ -294,8 +295,12 @@ class DeferredSaves:
             if self._evaluation_is_due(iteration):
                 self._evaluate(self._train, iteration)
             self._state.evaluated = iteration
-        if self._save_is_due(iteration) and newest_iteration(self._args.save) < iteration:
-            self._save(self._train, iteration)
+        # A job that leaves saves: by that the next start knows that it has left there, and is to go further.
+        ends = self._exit_is_due(iteration)
+        if not (ends or self._save_is_due(iteration)) or newest_iteration(self._args.save) >= iteration:
+            return False
+        self._save(self._train, iteration)
+        return ends
 
     def _agree(self, *, knows: bool) -> None:
         state = self._state
@@ -343,6 +348,12 @@ class DeferredSaves:
             non_loss_data_func=train["non_loss_data_func"],
             **train.given("pg_collection", "p2p_communicator"),
         )
+
+    def _exit_is_due(self, iteration: int) -> bool:
+        args = self._args
+        transitions = getattr(args, "phase_transition_iterations", None) or ()
+        at_interval = bool(args.exit_interval and iteration % args.exit_interval == 0)
+        return bool(args.save) and (at_interval or iteration in transitions)
 
     def _save_is_due(self, iteration: int) -> bool:
         args = self._args
