@@ -43,6 +43,8 @@ MISSED_S = 5.0
 MISSED_MEETING_S = 1.5
 """The same where few nodes have trained and meet again: one that is only late then joins as a new one, and disturbs
 nobody. For the first `MISSED_S` of a meeting: a node without a place meets for as long as others train."""
+LOOKS_S = 2.0
+"""How far apart looks at the state may lie whatever the settings; torchrun's handler looks once a second."""
 ANSWER_S = 20
 """How long the others wait for the first node to write where to listen: it has nothing else to do."""
 ATTEMPTS = 10
@@ -138,19 +140,25 @@ class Heartbeats:
     def __init__(self, holder: Any, node: Any, hurried: Callable[[], Collection[Any]]) -> None:
         self._holder, self._node, self._torchs, self._hurried = holder, node, holder._sanitize, hurried
         self._seen: dict[Any, tuple[datetime, float]] = {}
+        self._looked_s = float("-inf")
 
     def sanitize(self) -> None:
         """In place of the holder's: after each look at the state."""
         state, settings, now_s = self._holder.state, self._holder._settings, time.monotonic()
         beats = state.last_heartbeats
         may_miss_s = missed_s(settings)
-        seen = {node: self._seen.get(node) for node in beats}
-        self._seen = {
-            node: last if last is not None and last[0] == beats[node] else (beats[node], now_s)
-            for node, last in seen.items()
-        }
         soon = {node: min(may_miss_s, MISSED_MEETING_S) for node in self._hurried() if node != self._node}
-        lost = {node for node, (_, since_s) in self._seen.items() if now_s - since_s > soon.get(node, may_miss_s)}
+        # A look that took long says nothing of the others: the store stood still for them too, or this node did.
+        looked_s, self._looked_s = self._looked_s, now_s
+        blind_s = {node: soon[node] / 2 if node in soon else max(may_miss_s / 2, LOOKS_S) for node in beats}
+        self._seen = {
+            node: last
+            if (last := self._seen.get(node)) and last[0] == beat and now_s - looked_s <= blind_s[node]
+            else (beat, now_s)
+            for node, beat in beats.items()
+        }
+        silent_s = {node: now_s - since_s for node, (_, since_s) in self._seen.items() if node != self._node}
+        lost = {node for node, this_s in silent_s.items() if this_s > soon.get(node, may_miss_s)}
         state.last_heartbeats = {node: _LONG_AGO if node in lost else _FAR_AHEAD for node in beats}
         self._torchs()
         state.last_heartbeats = {node: beats[node] for node in state.last_heartbeats}

@@ -82,14 +82,28 @@ def test_a_node_without_heartbeats_is_lost_sooner_where_few_that_trained_meet_ag
     assert not nodes.lost()
     if trained:
         vars(nodes.handler).update(_meets_since_s=nodes.now_s, _trained_nodes={HERE, THERE} - {spare})
-    nodes.says(HERE)
-    assert nodes.lost(MISSED_MEETING_S + 0.01) == ({"there"} if trained and spare is None else set())
+    assert not nodes.lost(MISSED_MEETING_S + 0.01)  # which says nothing: the store stood still
+    assert not nodes.lost(MISSED_MEETING_S / 2)
+    assert not nodes.lost(MISSED_MEETING_S / 2)
+    assert nodes.lost(0.01) == ({"there"} if trained and spare is None else set())
 
 
 def test_a_node_that_did_not_look_for_long_loses_nobody_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch)
     nodes.says(THERE)
     assert not nodes.lost(after_s=100.0)
+
+
+def test_a_store_that_stood_still_for_all_costs_nobody_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(monkeypatch)
+    for _ in range(3):
+        nodes.says(HERE)
+        nodes.says(THERE)
+        assert not nodes.lost()
+    assert not nodes.lost(after_s=MISSED_S + 1.0)
+    for _ in range(MISSED_HEARTBEATS):
+        assert not nodes.lost()
+    assert nodes.lost() == {"there"}  # this node never takes itself for lost
 
 
 def test_a_node_whose_own_clock_is_set_back_says_again_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
