@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from memory import give_back, take
 from orphaned import requeue_if_orphaned
@@ -32,10 +34,20 @@ from megatron.pretrain.standby.run import parse_options
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 
+class _Handler(SpareHandler):
+    """Notes that this node has reached the meeting point: one that never did cannot know that it is gone."""
+
+    was_made = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _Handler.was_made = True
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
     refuse_unsupported_versions()
-    code = 1
+    code, begun_s = 1, time.monotonic()
     signal.signal(signal.SIGTERM, _told_to_end)
     try:
         take()
@@ -45,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         give_back(os.environ[NODE_NAME], code)
-        if code == 1:
-            requeue_if_orphaned(_endpoint(argv))
+        if code == 1 and _Handler.was_made:
+            requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
     return code
 
 
@@ -65,7 +77,7 @@ def _lead(argv: Sequence[str]) -> int:
     """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
-    register_backend(SpareHandler)
+    register_backend(_Handler)
     # Torchrun would put a handler of its own in the place of ours once it starts ranks.
     options = parse_options([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-agent-") as folder:

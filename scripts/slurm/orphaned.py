@@ -15,18 +15,22 @@ import time
 PATIENCE_S, ASK_S = 30.0, 60.0
 
 
-def requeue_if_orphaned(endpoint: str, patience_s: float = PATIENCE_S) -> bool:
+def requeue_if_orphaned(endpoint: str, ran_s: float) -> bool:
     """Have the job requeued, or in a chain cancelled for the next one, where nobody answers at HOST:PORT any more.
 
-    Every agent asks for it, and the first one gets it: the others are told that there is nothing to requeue.
+    Every agent that has reached it asks, and the first one gets it: the others are told that there is nothing to
+    requeue. Nobody does that ran for less than MOE_CKPT_MIN_RUN_S: `job.sh` would not requeue the job either.
     """
-    if _answers(endpoint, patience_s):
+    if _answers(endpoint, PATIENCE_S):
         return False
-    job = os.environ["SLURM_JOB_ID"]
+    job, least_s = os.environ["SLURM_JOB_ID"], float(os.environ.get("MOE_CKPT_MIN_RUN_S", "600"))
     command = (
         ["scontrol", "requeue", job] if os.environ.get("MOE_CKPT_ON_STOP", "requeue") == "requeue" else ["scancel", job]
     )
-    said = f"job {job}: {endpoint} has not answered for {patience_s:g} s, so the batch script is gone: "
+    said = f"job {job}: {endpoint} has not answered for {PATIENCE_S:g} s, so the batch script is gone: "
+    if ran_s < least_s:
+        sys.stderr.write(f"{said}what fails within {least_s:g} s would fail again, so see why, and run scancel {job}\n")
+        return False
     if shutil.which(command[0]) is None:
         sys.stderr.write(f"{said}{command[0]} is not here, so run {' '.join(command)}\n")
         return False

@@ -350,7 +350,8 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
 
 @pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
-    site = f'PATHS=/opt/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\ntouch "{tmp_path}/sourced$1-$SLURMD_NODENAME"\n'
+    sourced = f"{tmp_path}/sourced$1-$MOE_CKPT_MIN_RUN_S-$SLURMD_NODENAME"
+    site = f'PATHS=/opt/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\ntouch "{sourced}"\n'
     (tmp_path / "env.sh").write_text(site)  # a variable that is not set, a command that fails, arguments of its own
     watched = {
         "MOE_CKPT_STRIKES": "3/10m",
@@ -360,7 +361,7 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
     }
     code, said = play.run(*submit(), runs=(("trained",),), MOE_CKPT_ENV_FILE=str(tmp_path / "env.sh"), **watched)
     assert code == 0, said
-    assert len(list(tmp_path.glob("sourced-of-site-*"))) == 3
+    assert len(list(tmp_path.glob("sourced-of-site-600-*"))) == 3
     expected = {
         "--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=nvidia-smi -L", "--moe-ckpt-hang-timeout=600", "--tee=3",
         f"--log-dir={tmp_path / 'logs'}",
@@ -368,25 +369,63 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
     assert expected <= {*play.arguments}
 
 
-@pytest.mark.parametrize(("on_stop", "command"), [("requeue", "scontrol requeue 7"), ("end", "scancel 7")])
-def test_nodes_whose_batch_script_is_gone_have_the_job_requeued(
-    on_stop: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with what Slurm is asked for."""
     for name in ("scontrol", "scancel"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{tmp_path}/asked"\n')
         (tmp_path / name).chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("MOE_CKPT_ON_STOP", on_stop)
     monkeypatch.syspath_prepend(SLURM)
+    return tmp_path / "asked"
+
+
+@pytest.mark.parametrize(("on_stop", "command"), [("requeue", "scontrol requeue 7"), ("end", "scancel 7")])
+def test_nodes_whose_batch_script_is_gone_have_the_job_requeued(
+    on_stop: str, command: str, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOE_CKPT_ON_STOP", on_stop)
     orphaned = importlib.import_module("orphaned")
+    monkeypatch.setattr(orphaned, "PATIENCE_S", 0.2)
     with socket.create_server(("localhost", 0)) as there:
         endpoint = f"localhost:{there.getsockname()[1]}"
-        assert not orphaned.requeue_if_orphaned(endpoint, 0.2)
-        assert not (tmp_path / "asked").exists()
-    assert orphaned.requeue_if_orphaned(endpoint, 0.2)
-    assert (tmp_path / "asked").read_text() == f"{command}\n"
+        assert not orphaned.requeue_if_orphaned(endpoint, 601.0)
+    assert not orphaned.requeue_if_orphaned(endpoint, 599.0)
+    assert "what fails within 600 s would fail again" in capsys.readouterr().err
+    assert not asked.exists()
+    assert orphaned.requeue_if_orphaned(endpoint, 601.0)
+    assert asked.read_text() == f"{command}\n"
     assert f"so the batch script is gone: {command} asked for" in capsys.readouterr().err
+
+
+IMPATIENT = f"""
+import sys
+sys.path.insert(0, {str(SLURM)!r})
+import agent, orphaned
+from megatron.pretrain import rendezvous
+orphaned.PATIENCE_S = rendezvous.PAUSE_S = 0.2
+sys.exit(agent.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_only_a_node_that_has_reached_the_meeting_point_says_that_the_batch_script_is_gone(
+    reached: bool, asked: Path, tmp_path: Path
+) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if reached else None
+    port = store.port if store is not None else free_port()
+    agent = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, "--nnodes=2", "--rdzv-id=job", f"--rdzv-endpoint=localhost:{port}",
+         "--rdzv-conf=is_host=0,join_timeout=300,read_timeout=2", "none.py"],
+        env=os.environ | {"MOE_CKPT_NODE": "node-0", "MOE_CKPT_MEMORY": str(tmp_path / "memory")}
+        | {"MOE_CKPT_MIN_RUN_S": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+    if store is not None:
+        until(lambda: store.check(["torch.rendezvous.job"]))
+        del store
+    assert agent.wait(HANG_TIMEOUT_S) == 1
+    assert asked.exists() == reached
 
 
 def test_a_job_file_that_is_submitted_from_elsewhere_says_so(tmp_path: Path) -> None:
