@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from megatron.core.dist_checkpointing.moe.in_place.process_restart import InProc
 from megatron.core.dist_checkpointing.moe.megatron_state.quantization import forget_reductions
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.transformer.moe.paged_stash import PagedStashManager
@@ -374,6 +377,31 @@ def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
         kept.stay(error, manager)
     assert raised.value is error
     assert not kept.has_left
+
+
+@pytest.mark.parametrize(
+    ("error", "is_called_off", "manager", "doing"),
+    [
+        pytest.param(PeerLost("gone"), False, None, Activity.LOST_A_PEER, id="connects as another rank is lost"),
+        pytest.param(OSError("closed"), True, None, Activity.LOST_A_PEER, id="connects as its launcher closes that"),
+        pytest.param(PeerLost("gone"), False, Manager(), Activity.LOST_A_PEER, id="loads as another rank is lost"),
+        pytest.param(OSError("its own"), True, Manager(), Activity.LOADING, id="had failed before"),
+        pytest.param(OSError("its own"), False, None, Activity.LOADING, id="its own fault"),
+    ],
+)
+def test_a_survivor_that_ends_has_said_whether_it_lost_a_peer_meanwhile(
+    error: Exception, is_called_off: bool, manager: Manager | None, doing: Activity, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    own = Heartbeat(str(tmp_path))
+    own.loads()
+    slot = SimpleNamespace(may_stay=False, is_called_off=is_called_off)
+    monkeypatch.setattr(process_restart, "own_slot", lambda: slot)
+    monkeypatch.setattr(process_restart, "own_heartbeat", lambda: own)
+    with pytest.raises(type(error)):
+        InProcessRestart([], SimpleNamespace()).stay(error, manager)  # type: ignore[arg-type]
+    found = read_beat(tmp_path, os.getpid())
+    assert found is not None and found.doing is doing
 
 
 def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, SupportsFloat, SupportsInt
+from typing import Any, SupportsFloat, SupportsInt, cast
 
 import pytest
+from stock_stand_in import one_rank
 
+from megatron.core.dist_checkpointing.moe import manager
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, UsageError
 from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
@@ -18,9 +22,17 @@ from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, T
 from megatron.core.dist_checkpointing.moe.runtime.iterations import ORDER, Iterations, LoopCall, LoopPhase
 from megatron.core.dist_checkpointing.moe.runtime.session import Session
 from megatron.core.dist_checkpointing.moe.runtime.watcher import Interrupted
-from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
+from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
+    FOLDER,
+    Activity,
+    Heartbeat,
+    own_heartbeat,
+    read_beat,
+)
+from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.iteration import mean_loss
 from megatron.core.dist_checkpointing.moe.types import StepJournal
+from megatron.core.transformer import TransformerConfig
 
 
 class Optimizer:
@@ -187,6 +199,45 @@ def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_r
     loop.hooks.rejoin()
     said.append(read_beat(tmp_path, os.getpid()))
     assert [None if beat is None else beat.doing for beat in said] == [Activity.STARTING, doing]
+
+
+@pytest.mark.parametrize(
+    ("error", "doing"),
+    [
+        (PeerLost("rank 1 closed its connection"), Activity.LOST_A_PEER),
+        (RuntimeError("Connection closed by peer [10.0.0.1]:7"), Activity.LOST_A_PEER),
+        (RuntimeError("CUDA error"), Activity.LOADING),
+    ],
+)
+@pytest.mark.parametrize("where", ["builds", "connects", "loads"])
+def test_a_launcher_sees_whether_a_peer_was_lost_before_training_began(
+    where: str, error: Exception, doing: Activity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    def builds() -> None:
+        with Hooks(None, "", None):
+            fails()
+
+    model: Any = SimpleNamespace(config=TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2))
+    config = MoECheckpointConfig(strategy="full")
+    sizes = {"train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1}
+    made: Any = SimpleNamespace(_session=SimpleNamespace(restore=fails), _trainer=None, abandon=lambda: None)
+    starts: dict[str, Callable[[], object]] = {
+        "builds": builds,
+        "connects": lambda: MoECheckpointManager([model], cast("Any", Optimizer()), config=config, **sizes),
+        "loads": lambda: MoECheckpointManager.resume(made),
+    }
+    monkeypatch.setattr(manager, "ProtectedSession", fails)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    own_heartbeat.cache_clear()
+    own_heartbeat().loads()
+    with pytest.raises(type(error)), one_rank():
+        starts[where]()
+    own_heartbeat.cache_clear()
+    found = read_beat(tmp_path, os.getpid())
+    assert found is not None and found.doing is doing
 
 
 def test_replayed_iterations_end_with_their_record_and_ranks_rejoin_behind_them() -> None:

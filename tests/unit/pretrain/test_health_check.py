@@ -222,6 +222,7 @@ def test_a_launcher_sees_what_its_worker_says(tmp_path: Path) -> None:
         (own.moved, Activity.TRAINING),
         (own.rejoined, Activity.TRAINING),  # it has run iterations again
         (lambda: own.rest(lost_a_peer=True), Activity.LOST_A_PEER),
+        (lambda: own.rest(lost_a_peer=False), Activity.LOST_A_PEER),  # whatever failed then came of that
         (own.rejoined, Activity.REJOINED),
         (lambda: own.rest(lost_a_peer=False), Activity.LEFT),
     ):

@@ -139,7 +139,11 @@ class MoECheckpointManager(Iterations):
                 passes=Passes(transformer, seq_length, micro_batch_size, microbatches),
                 save=save,
             )
-            session = ProtectedSession(config, training, place, timestamps)
+            try:
+                session = ProtectedSession(config, training, place, timestamps)
+            except BaseException as error:
+                report_silence(error)
+                raise
         if session.protects:
             let_copies_run_beside_sends(chunks)
             for line in wrong_settings():

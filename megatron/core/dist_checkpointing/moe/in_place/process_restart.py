@@ -44,6 +44,7 @@ from ..recovery.timeline import Milestone, Timestamps
 from ..runtime.opening import RECOVERY_PATIENCE
 from ..runtime.peer_links import is_lost_peer, process_group_backend
 from ..runtime.watcher import watched_start
+from ..standby.heartbeat import own_heartbeat
 from ..standby.slot import WorkerSlot, own_slot
 from .building import built_beside_survivors, own_build
 from .process_groups import ProcessGroups, release
@@ -95,6 +96,9 @@ class InProcessRestart:
                 a model that cannot be connected again.
             PeerLost: The launcher has ended, or says nothing.
         """
+        # Before the launcher sees this process leave. Where it closed what was being connected, any error is of that.
+        if is_lost_peer(error) or (manager is None and own_slot().is_called_off):
+            own_heartbeat().rest(lost_a_peer=True)
         why = "" if manager is not None and manager.is_told_to_end else _has_to_end(error, self._chunks)
         if why is None and manager is not None and not manager.abandon():
             why = "work beside training does not end"

@@ -232,14 +232,17 @@ def next_step(environment: Mapping[str, str], *, keeps: bool) -> str:
 
 
 def report_silence(error: BaseException) -> None:
-    """This rank leaves because of others: let them know that it runs, and name ranks that do not answer, if it was a
-    wait that timed out. Once in each start; does nothing for other errors.
+    """This rank leaves because of others: let its launcher and them know, and name ranks that do not answer, if it was
+    a wait that timed out. Once in each start; does nothing for other errors.
 
     Args:
         error: What this rank leaves with.
     """
+    if not is_lost_peer(error):
+        return
+    own_heartbeat().rest(lost_a_peer=True)
     start = ThisStart.of(os.environ)
-    if start is None or not is_lost_peer(error) or (name := f"{start.host}:{start.port}/{start.number}") in _REPORTED:
+    if start is None or (name := f"{start.host}:{start.port}/{start.number}") in _REPORTED:
         return
     _REPORTED.add(name)
     asks, keeps = is_silence(error), own_slot().keeps

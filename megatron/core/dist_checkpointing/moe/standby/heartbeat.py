@@ -114,8 +114,10 @@ class Heartbeat:
         self._say(Activity.TRAINING if self._doing is Activity.TRAINING else Activity.REJOINED)
 
     def rest(self, *, lost_a_peer: bool) -> None:
-        """Training ends here, or begins again: no progress is due. lost_a_peer: nothing here is to blame."""
-        self._say(Activity.LOST_A_PEER if lost_a_peer else Activity.LEFT)
+        """Training ends here, or begins again: no progress is due. lost_a_peer: nothing here is to blame, whatever else
+        fails until something is loaded or trained again."""
+        if self._doing is not Activity.LOST_A_PEER:
+            self._say(Activity.LOST_A_PEER if lost_a_peer else Activity.LEFT)
 
     @property
     def stood_s(self) -> float:
