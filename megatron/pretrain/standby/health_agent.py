@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
 )
 from megatron.pretrain.processes import node_name
 from megatron.pretrain.standby.agent import StandbyAgent
-from megatron.pretrain.standby.health_check import FailureCounter, HungRanks, is_to_blame, judge
+from megatron.pretrain.standby.health_check import SILENT_S, FailureCounter, HungRanks, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
 from megatron.pretrain.standby.node_agent import NodeAgent
 
@@ -62,7 +62,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         self._hygiene, self._strikes = hygiene, FailureCounter(hygiene.strikes, hygiene.within_s)
         self._beats = Path(tempfile.mkdtemp(prefix="moe-ckpt-beats-"))
         os.environ[FOLDER] = str(self._beats)
-        self._looked_s = 0.0
+        self._looked_s, self._gap_s, self._woke_s = time.monotonic(), 0.0, 0.0
         self._ran_s, self._stands = dict[int, float](), dict[int, tuple[str, float]]()
         self._printed = set[tuple[int, bool]]()
         self._killed, self._blameless = set[int](), set[int]()
@@ -105,25 +105,39 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
 
     def kill_hung_ranks(self) -> None:
         """Look at the ranks of this node, kill those that hang, and say so."""
+        ranks = {pid: local_rank for local_rank, pid in self._pids().items()}
         now_s = time.monotonic()
         if not self._hygiene.hang_s or now_s - self._looked_s < LOOK_S:
             return
-        self._looked_s = now_s
-        ranks = {pid: local_rank for local_rank, pid in self._pids().items()}
-        beats = {pid: read_beat(self._beats, pid) or self._unheard(pid, now_s) for pid in ranks}
+        gap_s = now_s - self._looked_s
+        beats, self._gap_s = self._look(ranks, now_s), gap_s
         hung = judge(beats, now_s, self._hygiene.hang_s)
         if not hung.pids:
             self._printed.clear()
             self._tell_long_starts(ranks, beats, now_s)
             return
         self._print_stacks(ranks, beats, hung)
-        for pid in hung.to_kill - self._killed:
+        now_s = time.monotonic()
+        still = judge(self._look(ranks, now_s), now_s, self._hygiene.hang_s)
+        for pid in (hung.to_kill & still.to_kill) - self._killed:
             self._killed.add(pid)
             log.error("%s: killed process %d (local rank %d): hang timeout", node_name(), pid, ranks[pid])
-            if pid not in hung.to_blame:
+            if pid not in still.to_blame:
                 self._blameless.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _look(self, ranks: Iterable[int], now_s: float) -> dict[int, HeartbeatReading]:
+        """What ranks said last. Where nobody looked for much longer than usual, the whole node was suspended: it counts
+        as said now, since they could not say more."""
+        if now_s - self._looked_s > max(min(SILENT_S, self._hygiene.hang_s), 2 * LOOK_S, 2 * self._gap_s):
+            self._woke_s = now_s
+        self._looked_s = now_s
+        beats = {pid: read_beat(self._beats, pid) or self._unheard(pid, now_s) for pid in ranks}
+        return {
+            pid: beat._replace(moved_s=max(beat.moved_s, self._woke_s), alive_s=max(beat.alive_s, self._woke_s))
+            for pid, beat in beats.items()
+        }
 
     def _unheard(self, pid: int, now_s: float) -> HeartbeatReading:
         """Of a process that says nothing, or not yet: whether it is stopped is all that is known."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +224,18 @@ def test_a_call_that_takes_longer_than_a_collective_may_is_ended_though_nobody_i
     (own, other), call = linked(2), Call()
     with watched(Step(), own, call.release, stall_s=0.4), pytest.raises(Interrupted):
         call.enter()
+    other.end()
+
+
+def test_a_node_that_was_suspended_meanwhile_took_no_longer_for_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    (own, other), call, suspended_s = linked(2), Call(), [0.0]
+    monkeypatch.setattr(watchers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(suspended_s)))
+    timers = [threading.Timer(0.8, suspended_s.append, [100.0]), threading.Timer(1.6, call.release)]
+    with watched(Step(), own, call.release, stall_s=2.0) as watcher:
+        for timer in timers:
+            timer.start()
+        call.enter()
+    assert watcher.interrupted is None
     other.end()
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -404,6 +405,47 @@ def test_a_rank_that_stands_still_and_turns_out_not_to_run_is_named_as_such_befo
     assert process.wait(60) == -signal.SIGKILL
     stood = [re.sub(r".*process \d+, (.*)\) has trained no iteration.*", r"\1", one) for one in caplog.messages]
     assert stood[:2] == ["stopped", "stopped, it does not answer"] and len(stood) == 3, caplog.messages
+
+
+def test_a_rank_of_a_node_that_was_suspended_has_all_of_its_time_again(watched: Callable[[str], Watched]) -> None:
+    rank = watched("heartbeat.own_heartbeat().moved()")
+    rank.watch(0.5)
+    rank.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * rank.HANG_S)  # in which nobody looks
+    went_on_s = time.monotonic()
+    rank.agent.kill_hung_ranks()
+    with pytest.raises(subprocess.TimeoutExpired):
+        rank.process.wait(0.5)
+    assert rank.watch(60.0) == -signal.SIGKILL
+    assert time.monotonic() - went_on_s >= rank.HANG_S
+
+
+def test_a_launcher_that_always_looks_rarely_ends_a_rank_that_does_not_run(
+    watched: Callable[[str], Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, later_s = watched("heartbeat.own_heartbeat().moved()"), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(later_s), sleep=time.sleep)
+    monkeypatch.setattr(health_agent, "time", clock)
+    rank.process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        rank.agent.kill_hung_ranks()
+        later_s.append(3 * rank.HANG_S)
+    assert rank.process.wait(60.0) == -signal.SIGKILL
+
+
+def test_a_rank_that_runs_again_while_stacks_are_printed_is_not_killed(
+    watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = watched("heartbeat.own_heartbeat().moved()")
+
+    def runs_again(_: float) -> None:
+        rank.process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(health_agent, "time", SimpleNamespace(monotonic=time.monotonic, sleep=runs_again))
+    rank.process.send_signal(signal.SIGSTOP)
+    assert rank.watch(2 * rank.HANG_S) is None
+    assert "stopped, it does not answer) has trained no iteration for" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

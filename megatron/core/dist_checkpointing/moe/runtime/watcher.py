@@ -156,7 +156,9 @@ class Watcher:
         self._lock, self._left = threading.Lock(), threading.Event()
         # Wakes the thread from `poll`; closed in programs that this process starts.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._look_s = None if stall_s is None else min(5.0, stall_s / 4)
         self._place, self._since_s = self._main.place, time.monotonic()
+        self._looked_s = self._since_s
         self._thread = device_thread(self._run, "moe-ckpt-watcher")
         self.interrupted: Cause | None = None
 
@@ -192,7 +194,7 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._left.is_set() and self.interrupted is None:
-            why, cause = self._listen(None if self._stall_s is None else min(5.0, self._stall_s / 4))
+            why, cause = self._listen(self._look_s)
             if why:
                 self._interrupt_when_stuck(why, cause)
             elif self._stall_s is not None and self._stood_s() > self._stall_s:
@@ -214,10 +216,13 @@ class Watcher:
 
     def _stood_s(self) -> float:
         """For how long the main thread has been seen in one place, if that is within an iteration."""
-        place = self._main.place
-        if place != self._place or not self._is_in_iteration():
-            self._place, self._since_s = place, time.monotonic()
-        return time.monotonic() - self._since_s
+        place, now_s = self._main.place, time.monotonic()
+        # This thread did not look for long: the whole node was suspended, and the main thread could not move either.
+        was_stopped = self._look_s is not None and now_s - self._looked_s > 2 * self._look_s
+        if place != self._place or was_stopped or not self._is_in_iteration():
+            self._place, self._since_s = place, now_s
+        self._looked_s = now_s
+        return now_s - self._since_s
 
     def _interrupt_when_stuck(self, why: str, cause: Cause) -> None:
         """Give the main thread time to come to an end by itself."""
