@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api as launcher
 
+from megatron.core.dist_checkpointing.moe.boot_clock import since_boot_s, started
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     FOLDER,
     Activity,
@@ -45,6 +46,7 @@ STACKS_S = 1.0
 """How long processes may take to print their stacks before any is killed."""
 _ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 """Signals that end a launcher, as torch's own agents have them once they have started ranks."""
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class NodeExcluded(SignalException):
@@ -63,6 +65,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         self._beats = Path(tempfile.mkdtemp(prefix="moe-ckpt-beats-"))
         os.environ[FOLDER] = str(self._beats)
         self._looked_s, self._gap_s, self._woke_s = time.monotonic(), 0.0, 0.0
+        self._began_s = dict[int, float]()
         self._ran_s, self._stands = dict[int, float](), dict[int, tuple[str, float]]()
         self._printed = set[tuple[int, bool]]()
         self._killed, self._blameless = set[int](), set[int]()
@@ -70,6 +73,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         check_health(self._hygiene.health_check, self._hygiene.health_s)
         super()._rendezvous(worker_group)
+        self._began_s.clear()  # ranks are about to start, and may have numbers of some that have ended
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.kill_hung_ranks()
@@ -94,7 +98,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         """Count them where a rank of this node is to blame. Raises NodeLeaves where that was once too often."""
         for rank, failure in sorted(result.failures.items()):
             pid, code = failure.pid, failure.exitcode
-            if pid in self._blameless or not is_to_blame(code, read_beat(self._beats, pid), signal.SIGTERM):
+            if pid in self._blameless or not is_to_blame(code, self._said(pid), signal.SIGTERM):
                 continue
             count, most, within_s = self._strikes.add(time.monotonic()), self._hygiene.strikes, self._hygiene.within_s
             what = f"rank {rank} ended with exit code {code}"
@@ -106,6 +110,8 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
     def kill_hung_ranks(self) -> None:
         """Look at the ranks of this node, kill those that hang, and say so."""
         ranks = {pid: local_rank for local_rank, pid in self._pids().items()}
+        for pid in ranks.keys() - self._began_s.keys():
+            self._begins(pid)
         now_s = time.monotonic()
         if not self._hygiene.hang_s or now_s - self._looked_s < LOOK_S:
             return
@@ -127,13 +133,26 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def _begins(self, pid: int) -> None:
+        """Note a rank that was not there before, of which nothing is known that was of an earlier process."""
+        self._began_s[pid] = time.monotonic() - (since_boot_s() - started(pid) / _TICKS)
+        self._killed.discard(pid)
+        self._blameless.discard(pid)
+        self._ran_s.pop(pid, None)
+        self._stands.pop(pid, None)
+
+    def _said(self, pid: int) -> HeartbeatReading | None:
+        """What a rank said last, and not an earlier process with its number."""
+        beat = read_beat(self._beats, pid)
+        return beat if beat is not None and beat.alive_s >= self._began_s.get(pid, 0.0) else None
+
     def _look(self, ranks: Iterable[int], now_s: float) -> dict[int, HeartbeatReading]:
         """What ranks said last. Where nobody looked for much longer than usual, the whole node was suspended: it counts
         as said now, since they could not say more."""
         if now_s - self._looked_s > max(min(SILENT_S, self._hygiene.hang_s), 2 * LOOK_S, 2 * self._gap_s):
             self._woke_s = now_s
         self._looked_s = now_s
-        beats = {pid: read_beat(self._beats, pid) or self._unheard(pid, now_s) for pid in ranks}
+        beats = {pid: self._said(pid) or self._unheard(pid, now_s) for pid in ranks}
         return {
             pid: beat._replace(moved_s=max(beat.moved_s, self._woke_s), alive_s=max(beat.alive_s, self._woke_s))
             for pid, beat in beats.items()
@@ -181,7 +200,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
             if beats[pid].place:
                 log.error("%s: local rank %d (process %d) is in %s", node_name(), ranks[pid], pid, beats[pid].place)
         for pid in beats:
-            if read_beat(self._beats, pid) is not None:  # else it has no handler, and the signal would end it
+            if self._said(pid) is not None:  # else it has no handler, and the signal would end it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, stacks_signal())
         time.sleep(STACKS_S)

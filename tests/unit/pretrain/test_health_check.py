@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -396,6 +397,7 @@ def test_a_rank_that_stands_still_and_turns_out_not_to_run_is_named_as_such_befo
     monkeypatch.setattr(health_agent, "STACKS_S", 0.0)
     monkeypatch.setattr(HealthAgent.__mro__[2], "__init__", lambda agent: None)
     monkeypatch.setattr(HealthAgent, "_pids", lambda agent: {0: process.pid})
+    monkeypatch.setattr(health_agent, "started", lambda pid: 0)  # it could say all that before
     agent = HealthAgent(hygiene=HealthOptions(hang_s=hang_s))
     for alive_s in (4.0, 4.5, 6.0):
         now_s = time.monotonic()
@@ -446,6 +448,31 @@ def test_a_rank_that_runs_again_while_stacks_are_printed_is_not_killed(
     rank.process.send_signal(signal.SIGSTOP)
     assert rank.watch(2 * rank.HANG_S) is None
     assert "stopped, it does not answer) has trained no iteration for" in caplog.messages[0]
+
+
+def test_nothing_of_an_earlier_process_of_its_number_is_known_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    hang_s = 2.0
+    monkeypatch.setattr(health_agent, "LOOK_S", 0.0)
+    monkeypatch.setattr(health_agent, "STACKS_S", 0.0)
+    monkeypatch.setattr(HealthAgent.__mro__[2], "__init__", lambda agent: None)
+    monkeypatch.setattr(HealthAgent, "_pids", lambda agent: {0: process.pid})
+    agent = HealthAgent(hygiene=HealthOptions(hang_s=hang_s))
+    with subprocess.Popen(["sleep", "100"]) as process:
+        then_ns = time.monotonic_ns() - round(10 * hang_s * 1e9)
+        said = struct.pack("<qqq", then_ns, then_ns, Activity.TRAINING)
+        (Path(os.environ[heartbeat.FOLDER]) / str(process.pid)).write_bytes(said)
+        vars(agent)["_killed"].add(process.pid)
+        agent.kill_hung_ranks()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGSTOP)
+        until_s = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < until_s:
+            agent.kill_hung_ranks()
+            time.sleep(0.05)
+        killed = process.poll()
+        process.kill()
+    assert killed == -signal.SIGKILL, "that one was killed, not this one"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
