@@ -88,8 +88,9 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
     like = request.like or _beside(checkpoint)
     config = _config(checkpoint, like)
     model = read_model(config)
-    model.require(_arguments(checkpoint))
-    tokens = _arguments(checkpoint).get("vocab_size")
+    arguments = _arguments(checkpoint)
+    model.require(arguments)
+    tokens = arguments.get("vocab_size")
     if isinstance(tokens, int) and tokens > model.vocabulary:
         raise UsageError(
             f"{checkpoint.directory} was trained with {tokens} tokens, of which {config.place} has {model.vocabulary}:"

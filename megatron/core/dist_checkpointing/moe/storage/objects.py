@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,26 @@ from .system import failing_as
 
 
 @contextmanager
-def remote(url: str) -> Iterator[None]:
+def foreign(failure: str) -> Iterator[None]:
     """Turns whatever a backend of fsspec raises into StoreFailure, OSError apart: each has errors of its own."""
     try:
         yield
     except (MoECheckpointError, OSError):
         raise
     except Exception as error:
-        raise StoreFailure(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+        raise StoreFailure(f"{failure}: {type(error).__name__}: {error}") from error
+
+
+def remote(url: str) -> AbstractContextManager[None]:
+    """As `foreign`, for what is read."""
+    return foreign(f"{url} cannot be read")
 
 
 @contextmanager
 def acting(what: str) -> Iterator[None]:
-    """As `failing_as`, for whatever a backend of fsspec raises; `what` completes "cannot ..."."""
-    with failing_as(what):
-        try:
-            yield
-        except (MoECheckpointError, OSError):
-            raise
-        except Exception as error:
-            raise StoreFailure(f"cannot {what}: {type(error).__name__}: {error}; it is safe to try again") from error
+    """As `failing_as`, for whatever a backend raises; `what` completes "cannot ..."."""
+    with failing_as(what), foreign(f"cannot {what}, but it is safe to try again"):
+        yield
 
 
 class ObjectStore:
