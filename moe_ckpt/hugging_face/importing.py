@@ -226,7 +226,7 @@ _LEFT_OUT = {
     "softmax_type": "vanilla",
     "glu_linear_offset": 0.0,
 }
-_NOT_FLAGS = ("moe_shared_expert_gate",)
+_NOT_FLAGS = ("moe_shared_expert_gate", "original_max_position_embeddings")  # of the latter 4096 alone is converted
 
 
 def _flag(name: str, value: Any) -> list[str]:

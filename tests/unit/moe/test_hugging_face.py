@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from examples_of_folders import CONFIGS, config_of, folder_of
+from megatron_flags import parser
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UnreadableCheckpoint, UsageError
+from megatron.pretrain.old_flags import refuse_old_flags
 from moe_ckpt.commands.convert_hf import from_hugging_face
 from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.dense import open_dense
@@ -26,6 +28,7 @@ from moe_ckpt.dense.integrity import seal
 from moe_ckpt.hugging_face.config import Config
 from moe_ckpt.hugging_face.families import read_model, written_config
 from moe_ckpt.hugging_face.folder import read_config, safetensors, sharding
+from moe_ckpt.hugging_face.importing import flags
 from moe_ckpt.hugging_face.saved import places
 from moe_ckpt.hugging_face.weights import GroupedHeads, Rows, Vocabulary
 
@@ -309,16 +312,25 @@ def test_positions_of_latent_attention_that_no_flag_gives_are_refused_before_any
     assert not (tmp_path / "in").exists()
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_flags_of_every_family_are_those_of_a_job(family: str) -> None:
+    rope = {"rope_scaling": LITE["rope_scaling"]} if "deepseek" in family else {}
+    arguments = read_model(Config(config_of(family, **rope), family)).arguments
+    argv = flags(arguments)
+    refuse_old_flags(argv)
+    parser().parse_args(argv)
+
+
 def test_gpt_oss_becomes_flags_of_megatron_and_comes_back_without_its_config(tmp_path: Path) -> None:
     folder = folder_of("gpt_oss", tmp_path / "folder")
     said, found = from_hugging_face(folder, tmp_path / "in")
-    flags = found["flags"]
-    assert shlex.split(said.partition("train on with ")[2]) == ["--load", str(tmp_path / "in"), *flags]
-    given = dict(pairwise(flags))
+    argv = found["flags"]
+    assert shlex.split(said.partition("train on with ")[2]) == ["--load", str(tmp_path / "in"), *argv]
+    given = dict(pairwise(argv))
     assert given["--softmax-type"] == "learnable" and given["--position-embedding-type"] == "yarn"
     assert given["--window-size"] == "(15,0)" and given["--window-attn-skip-freq"] == "[1,0]"
     assert given["--glu-linear-offset"] == "1.0" and given["--activation-func-clamp-value"] == "7.0"
-    assert "--quick-geglu" in flags and not {"--swiglu", "--disable-bias-linear"} & set(flags)
+    assert "--quick-geglu" in argv and not {"--swiglu", "--disable-bias-linear"} & set(argv)
     saved = open_dense(tmp_path / "in").tensors
     assert saved["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (2, 3, 12, 8)
     assert saved["decoder.layers.mlp.experts.experts.linear_fc1.bias"].shape == (2, 3, 12)
@@ -386,11 +398,11 @@ def test_yarn_outside_of_latent_attention_becomes_flags_and_comes_back_without_t
 ) -> None:
     rope = YARN | more
     folder = folder_of(family, tmp_path / "folder", rope_parameters=rope | {"rope_theta": 5000.0})
-    flags = from_hugging_face(folder, tmp_path / "in")[1]["flags"]
-    given = dict(pairwise(flags))
+    argv = from_hugging_face(folder, tmp_path / "in")[1]["flags"]
+    given = dict(pairwise(argv))
     assert given["--position-embedding-type"] == "yarn" and given["--rotary-base"] == "5000"
     assert given["--rotary-scaling-factor"] == "4.0" and given["--yarn-original-max-position-embeddings"] == "32"
-    assert ("--no-yarn-correction-range-round-to-int" in flags) is (more.get("truncate") is False)
+    assert ("--no-yarn-correction-range-round-to-int" in argv) is (more.get("truncate") is False)
     shutil.rmtree(tmp_path / "in" / "hugging_face")
     change_arguments(tmp_path / "in" / "release", max_position_embeddings=128)
     convert("--to", "hf", tmp_path / "in", tmp_path / "back")
