@@ -138,7 +138,10 @@ def _run_agent(options: argparse.Namespace) -> int:
     # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from megatron.core.dist_checkpointing.moe import set_for_parking
+    from megatron.core.dist_checkpointing.moe.standby.slot import end_with_parent
 
+    if options.nnodes.most > 1:  # else this process is the launcher itself
+        end_with_parent(f"{os.environ.get(NODE_NAME)}: the launcher of this node has ended, so it ends too")
     set_for_parking("nccl")  # torch's agent would tell workers otherwise
     os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(SHUTDOWN_TIMEOUT_S))
     register_backend()

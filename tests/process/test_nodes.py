@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,34 @@ def test_a_signal_ends_all_nodes_and_none_is_replaced(folder: Path) -> None:
     assert code == 128 + signal.SIGTERM, said
     assert "replaced by" not in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in agents)
+
+
+WORKS_WITH_ITS_AGENT = """
+import os, pathlib, sys, time
+agent = os.getppid()
+pathlib.Path(sys.argv[1], f"{os.environ['RANK']}.pid").write_text(str(agent))
+while os.getppid() == agent:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.ci
+def test_nodes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKS_WITH_ITS_AGENT)
+    options = "--nproc-per-node=1", "--nnodes=2", str(tmp_path / "worker.py"), str(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron.pretrain.launch", *options],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as launcher:  # fmt: skip
+        try:
+            deadline = time.monotonic() + HANG_TIMEOUT_S
+            while len(list(tmp_path.glob("*.pid"))) < 2:
+                assert time.monotonic() < deadline, "two nodes were not started"
+                time.sleep(0.05)
+            launcher.kill()
+            said = launcher.communicate(timeout=HANG_TIMEOUT_S)[1]  # to the end of the last process that could write
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+    for node in ("node-0", "node-1"):
+        assert f"{node}: the launcher of this node has ended, so it ends too" in said
