@@ -46,6 +46,6 @@ export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 # SIGTERM ends with a checkpoint, for which ranks get two minutes.
 export MOE_CKPT_PATIENCE_S=120
 python=${MOE_CKPT_PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
-exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node 8 \
+exec "$python" -m megatron.pretrain.standby.run --nnodes "$nodes" --nproc-per-node 8 \
     --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
     --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" "${flags[@]}"

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -111,6 +112,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.set_defaults(max_restarts=RESTARTS)
     add_launcher_flags(parser)
     add_unit_flags(parser)
+    _add_newer_options(parser)
     parser.format_help = _own_help  # type: ignore[method-assign]
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -124,7 +126,22 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
             " out, or give --moe-ckpt-standbys 0"
         )
     export_unit(parser, options)
+    if wanted := getattr(options, _NOT_THERE, None):
+        os.environ.pop("MOE_CKPT_PATIENCE_S", None)  # ranks would count on the time that they do not get
+        sys.stderr.write(
+            f"moe-ckpt-run: this release of torch has no --shutdown-timeout: ranks get 30 s to end, not {wanted}\n"
+        )
     return options
+
+
+_NOT_THERE = "moe_ckpt_shutdown_timeout"
+
+
+def _add_newer_options(parser: argparse.ArgumentParser) -> None:
+    """What the scripts of this project give to torchrun, and torch 2.11, for one, does not know."""
+    for option, name in (("shutdown-timeout", _NOT_THERE), ("signals-to-handle", "moe_ckpt_signals")):
+        with suppress(argparse.ArgumentError):  # torch has it
+            parser.add_argument(f"--{option}", f"--{option.replace('-', '_')}", dest=name, help=argparse.SUPPRESS)
 
 
 def refuse_what_cannot_start(options: argparse.Namespace) -> None:

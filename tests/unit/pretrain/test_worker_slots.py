@@ -21,7 +21,7 @@ import pytest
 from descriptors import room_for_open_files
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore, run
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
@@ -156,6 +156,19 @@ def test_ranks_are_restarted_unless_it_is_said_how_often(
     if variable is not None:
         monkeypatch.setenv("PET_MAX_RESTARTS", variable)
     assert parse_options([*given, "--moe-ckpt-standbys", "1", "train.py"]).max_restarts == restarts
+
+
+def test_options_that_torch_does_not_know_yet_are_taken_and_ranks_count_on_what_they_get(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = argparse.ArgumentParser()
+    for name in ("--nnodes", "--nproc-per-node", "training_script"):
+        older.add_argument(name, default="1")
+    monkeypatch.setattr(run, "get_args_parser", lambda: older)
+    monkeypatch.setenv("MOE_CKPT_PATIENCE_S", "150")
+    parse_options(["--signals-to-handle=SIGINT", "--shutdown-timeout=150", "train.py"])
+    assert "has no --shutdown-timeout: ranks get 30 s to end, not 150" in capsys.readouterr().err
+    assert "MOE_CKPT_PATIENCE_S" not in os.environ
 
 
 def test_a_flag_of_the_script_that_stands_before_it_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
