@@ -16,7 +16,7 @@
 #                           use)
 #   MOE_CKPT_OPTIMIZER      distributed, or plain: then data-parallel ranks hold all of its state (default: distributed)
 #   MOE_CKPT_NODE_OPTIONS   more of megatron.pretrain.launch, such as --spares 0 --last-call-s 5
-#   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HANG_S
+#   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HEALTH_TIMEOUT_S, MOE_CKPT_HANG_S
 #                           when a node leaves the job, and ranks count as hung: docs/operations.md
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -53,7 +53,7 @@ export OMP_NUM_THREADS=1
 # Copies of a snapshot go past the cache from 256 KiB on: half as fast again here, and training keeps its cache.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x40000}
 health=(--moe-ckpt-strikes "${MOE_CKPT_STRIKES:-}" --moe-ckpt-health-check "${MOE_CKPT_HEALTH_CHECK:-}"
-        --moe-ckpt-hang-timeout "${MOE_CKPT_HANG_S:-0}")
+        --moe-ckpt-health-timeout "${MOE_CKPT_HEALTH_TIMEOUT_S:-60}" --moe-ckpt-hang-timeout "${MOE_CKPT_HANG_S:-0}")
 read -ra node_options <<<"${MOE_CKPT_NODE_OPTIONS:-}"
 exec "$python" -m megatron.pretrain.launch --nproc-per-node "${NPROC:-4}" --nnodes "${NNODES:-1}" \
     --max-restarts "${MAX_RESTARTS:-3}" --moe-ckpt-standbys "${STANDBYS:-0}" "${health[@]}" "${node_options[@]}" \

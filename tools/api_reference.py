@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEADING = """# Python interface
 
 Made by `python tools/api_reference.py` from docstrings; change them there. All of it is imported from
-`megatron.core.dist_checkpointing.moe`; errors are in its module `errors`. A loop that uses it is in
+`moe_ckpt.core`; errors are in its module `errors`. A loop that uses it is in
 [examples/own_loop](../examples/own_loop/README.md).
 """
 

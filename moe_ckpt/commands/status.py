@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import time
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from .values import Duration
 HELP = """Say how protected a running job is, on one screen: newest protected and persisted iteration, who has less than
 was asked for and why, memory that is left.
 
-PLACE is a --moe-ckpt-memory-dir on a node of the job, by default the one that jobs use by themselves. From what lies
+PLACE is a --moe-ckpt-memory-dir on a node of the job, by default the one that jobs use by themselves, or of
+the Slurm job in which this runs. From what lies
 there the job's own store is found, in which all ranks say how they stand; --store names it where no rank runs.
 
 \b
-    $ moe-ckpt status                                  # on any node of the job
+    $ moe-ckpt status                                  # on any node of the job; srun --jobid=N --overlap
     $ moe-ckpt status --store head-node:29500          # from elsewhere: the store that the ranks met at
     $ moe-ckpt status --metrics run/metrics.jsonl      # what its log says, where nothing else can be reached
 
@@ -60,8 +62,13 @@ def status(
     if metrics is not None:
         found = JobStatus((log_status(metrics),), from_store=False, why_not="by the log of the last rank")
     else:
-        found = job_status(place or Path("/dev/shm") / f"moe-ckpt-{getpass.getuser()}", store, job)
+        found = job_status(place or _default_place(), store, job)
     now_s = time.time()
     show(as_report(found, now_s, silent_s), as_json, rows or None)
     if not is_well(found, now_s, silent_s):
         context.exit(1)
+
+
+def _default_place() -> Path:
+    ours, memory = "moe-ckpt-job-" + os.environ.get("SLURM_JOB_ID", ""), Path("/dev/shm")
+    return memory / (ours if (memory / ours).is_dir() else f"moe-ckpt-{getpass.getuser()}")

@@ -5,7 +5,7 @@
 #   MOE_CKPT_NPROC                    ranks per node (default: its GPUs, where Slurm says how many)
 #   MOE_CKPT_ENV_FILE                 script that each node sources before it starts ranks, such as for NCCL_SOCKET_IFNAME
 #   MOE_CKPT_LOG_DIR                  folder with a log file for each rank, in addition to the job's
-#   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HANG_S
+#   MOE_CKPT_STRIKES, MOE_CKPT_HEALTH_CHECK, MOE_CKPT_HEALTH_TIMEOUT_S, MOE_CKPT_HANG_S
 #                                     when a node leaves the job to a spare, and when ranks hang: docs/operations.md
 #   MOE_CKPT_UNIT, MOE_CKPT_UNIT_NODES (1)
 #                                     label of a node's rack or NVLink domain, from MOE_CKPT_ENV_FILE, or slurm; nodes of a
@@ -27,7 +27,7 @@
 : "${MOE_CKPT_SPARES:=1}" "${MOE_CKPT_STANDBYS:=0}" "${MOE_CKPT_UNIT_NODES:=1}" "${MOE_CKPT_NPROC:=${SLURM_GPUS_ON_NODE:-}}"
 : "${MOE_CKPT_LEAD_S:=180}" "${MOE_CKPT_MAX_RESTARTS:=20}" "${MOE_CKPT_MIN_RUN_S:=600}"
 : "${MOE_CKPT_ENV_FILE:=}" "${MOE_CKPT_LOG_DIR:=}" "${MOE_CKPT_STRIKES:=}"
-: "${MOE_CKPT_HEALTH_CHECK:=}" "${MOE_CKPT_HANG_S:=0}"
+: "${MOE_CKPT_HEALTH_CHECK:=}" "${MOE_CKPT_HEALTH_TIMEOUT_S:=60}" "${MOE_CKPT_HANG_S:=0}"
 : "${MOE_CKPT_ON_STOP:=requeue}" "${MOE_CKPT_KEEP_MEMORY:=0}" "${MOE_CKPT_TMPFS:=/dev/shm}"
 : "${MOE_CKPT_IMAGE:=}" "${MOE_CKPT_MOUNTS:=}"
 : "${MOE_CKPT_PYTHON:=$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}"
@@ -79,7 +79,7 @@ run_job() {
         [ "$MOE_CKPT_ON_STOP" = requeue ] || flags+=(--moe-ckpt-take-over any)
     fi
     local health=("--moe-ckpt-strikes=$MOE_CKPT_STRIKES" "--moe-ckpt-health-check=$MOE_CKPT_HEALTH_CHECK"
-                  "--moe-ckpt-hang-timeout=$MOE_CKPT_HANG_S")
+                  "--moe-ckpt-health-timeout=$MOE_CKPT_HEALTH_TIMEOUT_S" "--moe-ckpt-hang-timeout=$MOE_CKPT_HANG_S")
     [ -z "$MOE_CKPT_LOG_DIR" ] || health+=("--log-dir=$MOE_CKPT_LOG_DIR" --tee=3)
     keep_rendezvous
     say "run $((${SLURM_RESTART_COUNT:-0} + 1)) on $nodes of $SLURM_JOB_NODELIST, $MOE_CKPT_SPARES spare"

@@ -356,6 +356,7 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
     watched = {
         "MOE_CKPT_STRIKES": "3/10m",
         "MOE_CKPT_HEALTH_CHECK": "nvidia-smi -L",
+        "MOE_CKPT_HEALTH_TIMEOUT_S": "120",
         "MOE_CKPT_HANG_S": "600",
         "MOE_CKPT_LOG_DIR": str(tmp_path / "logs"),
     }
@@ -364,7 +365,7 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
     assert len(list(tmp_path.glob("sourced-of-site-600-*"))) == 3
     expected = {
         "--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=nvidia-smi -L", "--moe-ckpt-hang-timeout=600", "--tee=3",
-        f"--log-dir={tmp_path / 'logs'}",
+        "--moe-ckpt-health-timeout=120", f"--log-dir={tmp_path / 'logs'}",
     }  # fmt: skip
     assert expected <= {*play.arguments}
 

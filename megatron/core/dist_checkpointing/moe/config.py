@@ -313,7 +313,7 @@ class MoECheckpointConfig:
     )
     reshard: str = flag(
         "exact",
-        "restore snapshots of another parallel layout from --moe-ckpt-persist-dir. exact: only where every bit has "
+        "restore snapshots of another parallel layout. exact: only where every bit has "
         "its place; inexact: also where training draws random numbers (dropout), which then differ",
         choices=("exact", "inexact"),
     )
@@ -383,7 +383,7 @@ class MoECheckpointConfig:
     )
     interface: str | None = flag(
         None,
-        "network interface, such as eth0, for all that ranks send each other over TCP, and for gloo; "
+        "network interface, such as eth0, for all that ranks send each other over TCP (pretrain_gpt_moe.py: also gloo); "
         "a list, such as eth0,eth1, is taken by local rank, from its start again where ranks are more "
         "(default: that of GLOO_SOCKET_IFNAME, else of the host's name)",
     )
