@@ -371,15 +371,21 @@ def test_what_fails_on_one_rank_alone_strands_no_other(
     assert published(tmp_path) == ["iter_0000002", "iter_0000006", TRACKER]
 
 
-def test_a_folder_that_cannot_be_written_costs_checkpoints_and_nothing_else(
+def test_a_folder_that_cannot_be_written_costs_checkpoints_and_the_next_start_saves_the_last_one(
     new_job, undisturbed, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     job = new_job(ALONE)
     save = tmp_path / "file" / "save"
-    outcome = job.run(*FULL, "--load", save, "--save", save, "--save-interval", 3)
+    flags = (*FULL, "--load", save, "--save", save, "--save-interval", 3)
+    outcome = job.run(*flags, codes={1})
     assert len([line for line in outcome.lines if "was NOT saved" in line]) == 2
+    assert f"its last checkpoint is not in {save}" in outcome.said
+    assert "the state of iteration 6 stays in memory" in outcome.said
     assert job.records() == undisturbed(ALONE)
+    (tmp_path / "file").unlink()
+    job.run(*flags)
+    assert published(save) == ["iter_0000006", TRACKER] and job.ran(0) == [1, 2, 3, 4, 5, 6]
 
 
 def test_retention_of_megatron_keeps_the_newest_checkpoint(new_job, tmp_path: Path) -> None:

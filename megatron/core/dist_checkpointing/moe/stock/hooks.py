@@ -35,7 +35,7 @@ from megatron.core import parallel_state
 
 from ..config import MoECheckpointConfig
 from ..dense_saves.choosing import one_iteration
-from ..errors import UsageError
+from ..errors import CheckpointFailure, UsageError
 from ..extensions import load
 from ..in_place.newest_state import refuse_another_model
 from ..megatron_state.optimizer_state import allocate_step_counts, loading_step_counts
@@ -46,7 +46,7 @@ from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
 from . import flags
-from .dense import StockSaves, newest_checkpoint, written_folder
+from .dense import StockSaves, newest_checkpoint, newest_iteration, written_folder
 from .iteration import (
     CommonIterations,
     DeferredSaves,
@@ -100,7 +100,7 @@ class Hooks:
         self._config: MoECheckpointConfig | None = None
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
-        self._saved = -1
+        self._saved = self._loaded = -1
         self._told: RecoveryTimeline | None = None
         self._is_in_step = self._is_updated = False
         self._lost_peer: Exception | None = None
@@ -109,9 +109,24 @@ class Hooks:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        unsaved = error[1] is None and self._manager is not None and self._is_unsaved()
+        if unsaved:
+            self._manager.finish(keep_memory=True)
         self._running.__exit__(*error)
         if error[1] is not None:
             report_silence(error[1])
+        if unsaved:
+            raise CheckpointFailure(
+                f"training has ended, but its last checkpoint is not in {self._args.save}, for the reason above: the state"
+                f" of iteration {self._manager.iteration} stays in memory; start the job again once it can be saved there"
+            )
+
+    def _is_unsaved(self) -> bool:
+        """Whether only the memory has what this job came to. A collective."""
+        iteration = self._manager.iteration
+        return iteration > self._loaded and not (
+            self._saves.has(iteration) or newest_iteration(self._args.save) >= iteration
+        )
 
     def by_name(self) -> Mapping[str, Hook]:
         """For `seams.installed`."""
@@ -245,7 +260,7 @@ class Hooks:
             # first iteration: the loop sets up hooks of the model before, which a replay takes out.
             manager.begin()
         self._common = CommonIterations(self._loop)
-        recovered = iteration > 0 and not loaded
+        recovered, self._loaded = iteration > 0 and not loaded, iteration if loaded else -1
         self._saves.protect(model, loaded=loaded)
         self._catch_up = DeferredSaves(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
