@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.runtime.watcher import (
     Stalled,
     TerminationRequested,
     Watcher,
+    waiting_for_no_rank,
     watched_start,
 )
 
@@ -224,6 +225,15 @@ def test_a_call_that_takes_longer_than_a_collective_may_is_ended_though_nobody_i
     (own, other), call = linked(2), Call()
     with watched(Step(), own, call.release, stall_s=0.4), pytest.raises(Interrupted):
         call.enter()
+    other.end()
+
+
+def test_a_save_may_take_longer_than_a_collective() -> None:
+    (own, other), call = linked(2), Call()
+    with watched(Step(), own, call.release, stall_s=0.4) as watcher, waiting_for_no_rank():
+        threading.Timer(1.5, call.release).start()
+        call.enter()
+    assert watcher.interrupted is None
     other.end()
 
 

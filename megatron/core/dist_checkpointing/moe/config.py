@@ -383,8 +383,8 @@ class MoECheckpointConfig:
     )
     interface: str | None = flag(
         None,
-        "network interface, such as eth0, for all that ranks send each other over TCP (pretrain_gpt_moe.py: also gloo); "
-        "a list, such as eth0,eth1, is taken by local rank, from its start again where ranks are more "
+        "network interface, such as eth0, for all that ranks send each other over TCP (pretrain_gpt_moe.py: also "
+        "gloo); a list, such as eth0,eth1, is taken by local rank, from its start again where ranks are more "
         "(default: that of GLOO_SOCKET_IFNAME, else of the host's name)",
     )
     transport: str = flag(

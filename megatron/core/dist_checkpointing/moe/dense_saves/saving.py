@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,10 +64,13 @@ class DenseSaves:
 
     Args:
         secret: Path of the job's secret, if that is not in the environment.
+        around_writing: Makes a block around the writing of this rank's shards, which waits for no other rank.
     """
 
-    def __init__(self, secret: str | None) -> None:
-        self._secret = secret
+    def __init__(
+        self, secret: str | None, around_writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._secret, self._around_writing = secret, around_writing
         self._begun: _BegunSave | None = None
         self._in_flight: set[_BegunSave] = set()
         self._published: dict[Path, int] = {}
@@ -133,7 +137,7 @@ class DenseSaves:
         request = summed(save(**{**given, **changed}), begun.staging, self._secret)
         self._in_flight.add(begun)
         if not is_async:
-            write_now(request)
+            write_now(request, self._around_writing)
         sums: dict[str, FileSum] = {}
         steps = [
             *request.finalize_fns,

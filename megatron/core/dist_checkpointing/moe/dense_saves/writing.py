@@ -13,6 +13,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,13 +182,18 @@ def take_sums(folder: Path, ranks: int) -> dict[str, FileSum]:
     return sums
 
 
-def write_now(request: Any) -> None:
+def write_now(request: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
     """Write the shards of this rank in this process; a collective.
+
+    Args:
+        request: What core wants to have written.
+        around: Makes a block around what waits for no other rank.
 
     Raises:
         RankFailure: On all ranks, if any could not write.
     """
-    problem = _problem(request._replace(finalize_fns=[]).execute_sync)
+    with around():
+        problem = _problem(request._replace(finalize_fns=[]).execute_sync)
     if not all_done(problem is None):
         with contextlib.suppress(RankFailure):
             finish(request.finalize_fns[0])  # takes out of core's queue what other ranks have put there

@@ -219,7 +219,7 @@ class Watcher:
         place, now_s = self._main.place, time.monotonic()
         # This thread did not look for long: the whole node was suspended, and the main thread could not move either.
         was_stopped = self._look_s is not None and now_s - self._looked_s > 2 * self._look_s
-        if place != self._place or was_stopped or not self._is_in_iteration():
+        if place != self._place or was_stopped or _waits_for_no_rank.is_set() or not self._is_in_iteration():
             self._place, self._since_s = place, now_s
         self._looked_s = now_s
         return now_s - self._since_s
@@ -261,6 +261,19 @@ class Watcher:
         if not self._left.wait(LEAVING_S):
             where = self._main.where
             log.error("rank %d: the main thread is still blocked in %s after %g s", self._rank, where, LEAVING_S)
+
+
+_waits_for_no_rank = threading.Event()
+
+
+@contextlib.contextmanager
+def waiting_for_no_rank() -> Iterator[None]:
+    """In this block the main thread may stand in one place for as long as it takes, such as to write a checkpoint."""
+    _waits_for_no_rank.set()
+    try:
+        yield
+    finally:
+        _waits_for_no_rank.clear()
 
 
 class _NoSession:

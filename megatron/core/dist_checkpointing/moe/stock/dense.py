@@ -23,6 +23,7 @@ from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
+from ..runtime.watcher import waiting_for_no_rank
 from .seams import Call
 
 
@@ -50,7 +51,7 @@ class StockSaves:
 
     @cached_property
     def _saves(self) -> DenseSaves:
-        return DenseSaves(self._secret)  # for a loop that saves
+        return DenseSaves(self._secret, waiting_for_no_rank)  # for a loop that saves
 
     def protect(self, chunks: Any, *, loaded: bool) -> None:
         """Training continues here.

@@ -117,8 +117,9 @@ class Hooks:
             report_silence(error[1])
         if unsaved:
             raise CheckpointFailure(
-                f"training has ended, but its last checkpoint is not in {self._args.save}, for the reason above: the state"
-                f" of iteration {self._manager.iteration} stays in memory; start the job again once it can be saved there"
+                f"training has ended, but its last checkpoint is not in {self._args.save}, for the reason above: the"
+                f" state of iteration {self._manager.iteration} stays in memory; start the job again once it can be"
+                " saved"
             )
 
     def _is_unsaved(self) -> bool:
