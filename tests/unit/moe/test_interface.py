@@ -80,8 +80,19 @@ def test_a_loopback_is_refused_in_a_job_of_several_machines_only() -> None:
         check_endpoints([replace(HERE, machine="machine-b"), local])
 
 
-def test_a_wrong_interface_of_one_rank_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("names", "machines", "said"),
+    [
+        (("lo", "eth77"), ("a", "a"), "rank 1: --moe-ckpt-interface eth77"),
+        (("lo", "lo"), ("a", "b"), "rank 0 and rank 1 are on two machines that are both called node: give each a name"),
+    ],
+)
+def test_a_wrong_interface_or_node_of_one_rank_is_heard_by_all(
+    names: tuple[str, str], machines: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, heard = HashStore(), dict[int, str]()
+    monkeypatch.setattr(interface, "boot_id", lambda: machines[ranks.own])
+    monkeypatch.setattr(Endpoint, "is_loopback", False)
     ranks = threading.local()
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: ranks.own)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -93,13 +104,13 @@ def test_a_wrong_interface_of_one_rank_is_heard_by_all(monkeypatch: pytest.Monke
         except UsageError as error:
             heard[rank] = str(error)
 
-    threads = [threading.Thread(target=start, args=one) for one in ((0, "lo"), (1, "eth77"))]
+    threads = [threading.Thread(target=start, args=one) for one in enumerate(names)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert heard[0] == heard[1]
-    assert heard[0].startswith("rank 1: --moe-ckpt-interface eth77")
+    assert heard[0].startswith(said)
 
 
 def test_ranks_that_do_not_start_are_named() -> None:

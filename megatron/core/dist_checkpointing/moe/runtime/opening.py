@@ -30,7 +30,7 @@ from ..storage.small_files import read_secret, signed
 from ..types import Topology
 from ..types.operators import scaled
 from .peer_links import PeerLinks
-from .process_info import JobClaim, ProcessInfo, agree_on_job, memory_folder, open_memory
+from .process_info import NODE_NAME, JobClaim, ProcessInfo, agree_on_job, memory_folder, open_memory
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,14 @@ def _common_job(found: Sequence[Mapping[str, Any]]) -> str:
         )
     endpoints = [Endpoint(**one["endpoint"]) for one in found]
     check_endpoints(endpoints)
+    first = dict[str, int]()
+    for rank, one in enumerate(found):
+        other = first.setdefault(one["node"], rank)
+        if endpoints[other].machine != endpoints[rank].machine:  # copies of one would be kept by itself, called a peer
+            raise UsageError(
+                f"rank {other} and rank {rank} are on two machines that are both called {one['node']}: give each a name"
+                f" of its own, or set {NODE_NAME}"
+            )
     name = endpoints[0].interface or f'of hostname "{endpoints[0].host}"'
     log.info("network: rank 0 listens on %s (interface %s)", endpoints[0].address, name)
     return agree_on_job([JobClaim(**one["job"]) for one in found])
