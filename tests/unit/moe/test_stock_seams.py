@@ -154,6 +154,26 @@ def test_weights_in_blocks_of_eight_bits_are_accepted_where_iterations_run_again
     assert flags.check(*given(strategy="sparse", **precision), "0.19.2") == ""
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            {"moe_input_jitter_eps": 0.1},
+            "--moe-input-jitter-eps 0.1 does not go with --moe-ckpt-strategy sparse and eval",
+        ),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, r"delayed scaling \(--fp8-recipe delayed, .* does not go with"),
+    ],
+)
+def test_evaluations_that_change_what_training_continues_with_are_refused_where_iterations_run_again(
+    what: dict[str, Any], said: str
+) -> None:
+    what |= {"fp8_dot_product_attention": False, "fp8_multi_head_attention": False}
+    assert flags.check(*given(strategy="full", eval_iters=2, **what), "0.19.2") == ""
+    assert flags.check(*given(strategy="sparse", eval_iters=0, **what), "0.19.2") == ""
+    with pytest.raises(UsageError, match=said):
+        flags.check(*given(strategy="sparse", eval_iters=2, **what), "0.19.2")
+
+
 GRAPHS: dict[str, dict[str, Any]] = {
     # Until 0.17 a whole iteration is a scope; modules are names or members of an enumeration.
     "whole iterations": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
 from ..in_place.process_restart import missing_kernels
 from ..megatron_state.partitions import random_draws
+from ..megatron_state.quantization import keeps_scales
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
 from ..strategies import STRATEGIES
@@ -122,7 +123,7 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
     yield from _unfit_graphs(config, args)
-    yield from _unfit_precision(config, args)
+    yield from _unfit_replays(config, args)
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer_offload_fraction < 1:
         yield (
             f"--optimizer-offload-fraction {args.optimizer_offload_fraction} does not go with --moe-ckpt-strategy"
@@ -158,8 +159,9 @@ def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iter
         yield f"{unfit} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
 
 
-def _unfit_precision(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence where iterations are run again that frozen operators would change."""
+def _unfit_replays(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence where iterations that are run again would come out otherwise: for frozen operators, or since a replay
+    repeats no evaluation, of which a lost rank's random states and histories have then seen nothing."""
     if not _repeats(config):
         return
     unfit = f"does not go with --moe-ckpt-strategy {config.strategy}"
@@ -168,6 +170,13 @@ def _unfit_precision(config: MoECheckpointConfig, args: argparse.Namespace) -> I
             f"--fp4-format {unfit}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
             " full or pec"
         )
+    if not getattr(args, "eval_iters", 0):
+        return
+    changed = "and evaluations, which change what a replay starts from: use --eval-iters 0, or strategy full"
+    if keeps_scales(args):
+        yield f"delayed scaling (--fp8-recipe delayed, attention in fp8) {unfit} {changed}"
+    if getattr(args, "moe_input_jitter_eps", None):
+        yield f"--moe-input-jitter-eps {args.moe_input_jitter_eps} {unfit} {changed}"
 
 
 def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
