@@ -49,7 +49,8 @@ def _read(path: Path) -> ModelShape:
     file = f"model {path if str(path).isprintable() else ascii(str(path))}"
     values = read_object(path, file)
     if is_hf_config(values):
-        values = shape_values(values, file) | {"name": path.parent.name if path.stem == "config" else path.stem}
+        name = path.absolute().parent.name if path.stem == "config" else path.stem
+        values = shape_values(values, file) | {"name": name}
     for key in values:
         if key not in _FIELDS:
             likely = difflib.get_close_matches(key[:100], _FIELDS, n=1)

@@ -222,7 +222,7 @@ def _problems(found: PlannedJob, placed: ReplicaCoverage, why: str) -> Iterator[
             "pec": "a larger --moe-ckpt-interval, or a smaller --moe-ckpt-pec-k-snapshot",
         }.get(found.job.config.strategy, "a larger --moe-ckpt-interval, or --moe-ckpt-strategy sparse")
         yield f"training waits up to {stall_s:.3g} s for a copy that an iteration has no time for", longer
-    if any(found.lag_s(lane, step) for lane in lanes for step in steps):
+    if found.is_late:
         yield "replicas take longer than there is until the next snapshot", "a larger interval, or fewer replicas"
     if placed.same_node:
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def run(
         raise click.UsageError("give --mtbf, once or several times, or --trace")
     if correlated and trace is not None:
         raise click.UsageError("--correlated makes faults by chance: give it with --mtbf")
-    machine = flags.setting
+    # Budgets of lost tokens are per planned training, which this one is.
+    machine = replace(flags.setting, constants=replace(flags.setting.constants, planned_s=duration_s))
     if trace is not None:
         faults = load_trace(trace, nodes=len(machine.job.topology.ranks_by_node))
         scenarios: Scenarios = {duration_s / max(1, sum(fault.at_s < duration_s for fault in faults)): (faults,)}

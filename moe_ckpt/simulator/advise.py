@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 
 from .choices import Choice, Question, best_of, noise
-from .flags import flags_of
+from .flags import flags_of, persist_interval
 from .sensitivity import STOCK
 from .systems import SYSTEMS
 
@@ -200,10 +200,12 @@ def _worst(question: Question, chosen: Choice) -> str:
     replicas = chosen.settings.get("replicas")
     if replicas is None or question.nodes == 1:
         return text
+    setting = question.setting
+    stored = persist_interval(question, chosen) + setting.upload_iterations
     peers = "its one peer" if replicas == 1 else f"all {replicas} peers with its replicas"
     return (
         f"{text} If a node and {peers} are lost together, training goes back to a state in storage that is up to"
-        f" {_time(question.constants.persist_every_s)} old."
+        f" {_time(stored * setting.iteration_s)} old."
     )
 
 

@@ -73,9 +73,18 @@ def _dense(question: Question, choice: Choice) -> str:
 
 def _storage(question: Question, choice: Choice) -> str:
     """What the loss of a node with all its peers goes back to; the simulation counts on it."""
+    return f" --moe-ckpt-persist-dir DIR --moe-ckpt-persist-interval {persist_interval(question, choice)}"
+
+
+def persist_interval(question: Question, choice: Choice) -> int:
+    """Iterations between two states in storage with the flags of a choice.
+
+    Args:
+        question: What the job is.
+        choice: Keeps snapshots in memory.
+    """
     setting = question.setting
-    every = max(setting.persist_interval, choice.interval, 2 * setting.upload_iterations)
-    return f" --moe-ckpt-persist-dir DIR --moe-ckpt-persist-interval {every}"
+    return max(setting.persist_interval, choice.interval, 2 * setting.upload_iterations)
 
 
 def _replicas(choice: Choice) -> str:

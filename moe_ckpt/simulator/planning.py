@@ -110,6 +110,11 @@ class PlannedJob:
         has_s = self.interval * self.setting.iteration_s
         return max(0.0, self.sent[lane][index] / self.setting.fetch_bytes_per_s - has_s)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether replicas of a snapshot are not there when the next one is due."""
+        return any(self.lag_s(lane, index) for lane in self.lanes for index in range(len(self.sent[lane])))
+
     def node_bytes(self) -> int:
         """What checkpoints take of the memory of a full node."""
         return node_bytes(self.job, self.setting, self.strategy)
@@ -122,7 +127,7 @@ class PlannedJob:
         threshold = config.plt_threshold or 1.0
         share = config.pec_k_snapshot / max(1, self.job.num_experts)
         systems: dict[str, CheckpointSystem] = {
-            "full": Gemini(self.interval),
+            "full": Gemini(self.interval, shortest=not self.is_late),
             "sparse": MoEvement(self.window, self.logs),
             "pec": Moc(share, threshold * 3600 / iteration_s),
             "selective": Moetion(),

@@ -84,6 +84,27 @@ def test_what_is_pasted_has_the_storage_that_the_simulation_counts_on() -> None:
     assert every_s == pytest.approx(question.constants.persist_every_s, rel=0.01)
 
 
+def test_the_age_of_a_state_in_storage_is_that_of_the_flags_and_of_its_upload() -> None:
+    asked = qwen_full()
+    question = replace(
+        asked, cluster=replace(asked.cluster, storage_bytes_per_s=asked.cluster.storage_bytes_per_s / 500)
+    )
+    found = advise(question, ("gemini",))
+    config, setting = parsed(flags_of(question, found.choices[0])), question.setting
+    assert config.persist_interval == 2 * setting.upload_iterations
+    hours = (config.persist_interval + setting.upload_iterations) * setting.iteration_s / 3600
+    assert f"a state in storage that is up to {hours:.2f} h old" in " ".join(found.reasons)
+
+
+def test_a_plan_of_the_flags_costs_what_advice_says() -> None:
+    question = qwen_full()
+    found = advise(question, ("gemini",)).choices[0]
+    plan = planned_job(question.setting, parsed(flags_of(question, found)))
+    behaviour = plan.behaviour(question.mtbf_s)
+    assert behaviour is not None
+    assert behaviour.overhead_s / behaviour.iteration_s == pytest.approx(found.overhead_share)
+
+
 def qwen_full() -> Question:
     return asked("Qwen3-30B-A3B", Topology(64, ep=8), 512, 3 * 3600)
 

@@ -42,6 +42,14 @@ def test_the_same_seeds_give_the_same_result() -> None:
     assert invoke(*words).output == invoke(*words).output
 
 
+def test_a_budget_of_lost_tokens_is_spread_over_the_hours_that_are_asked_for() -> None:
+    short, long = (
+        rows(invoke(*RUN, "--mtbf", "30m", "--system", "moc", "--seeds", "1", "--hours", hours, "--json"))[0]
+        for hours in ("12", "48")
+    )
+    assert long["lost"] < 10 * short["lost"]
+
+
 def test_a_trace_is_one_run_with_its_own_failures(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("at_s,nodes\n600,0\n4000,0\n")
