@@ -139,6 +139,13 @@ def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again
         flags.check(*given(strategy="sparse", **{name: True}), "0.19.2")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["full", "pec", "selective", "sparse"])
+def test_weights_that_are_clipped_apart_from_their_masters_are_refused(precision: str, strategy: str) -> None:
+    with pytest.raises(UsageError, match=f"--qk-clip does not go with .* {strategy} and --{precision}: core rounds"):
+        flags.check(*given(strategy=strategy, qk_clip=True, **{precision: True}), "0.19.2")
+
+
 @pytest.mark.parametrize("fp4_param_gather", [False, True])
 def test_draws_that_frozen_operators_lack_are_refused_where_iterations_run_again(fp4_param_gather: bool) -> None:
     precision = {"fp4": "e2m1", "fp4_param_gather": fp4_param_gather}

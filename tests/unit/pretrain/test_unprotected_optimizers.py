@@ -26,6 +26,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from megatron.pretrain.testing import cpu_device
 
 MODEL = (
@@ -98,6 +99,20 @@ def test_their_state_is_refused_by_the_name_of_the_optimizer(
     optimizer = build(list(chunks[0].parameters()))
     with pytest.raises(UsageError, match=f"cannot be protected with {name}: use --moe-ckpt-strategy"):
         list(state_tensors(chunks, optimizer, read_topology(8)))
+
+
+def test_weights_that_are_clipped_apart_from_their_masters_are_refused_in_a_loop_of_ones_own() -> None:
+    (chunk,) = chunks = built(judged(MODEL.split(), 1))
+    adam = torch.optim.AdamW(chunk.parameters())
+    adam.step()
+    config = unwrap_model(chunk).config
+    config.qk_clip = True
+    for parameter in chunk.parameters():
+        adam.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
+    assert state_tensors(chunks, wrapped(adam), read_topology(8))
+    config.bf16 = True
+    with pytest.raises(UsageError, match="cannot be protected with qk_clip of weights that have masters: use"):
+        state_tensors(chunks, wrapped(adam), read_topology(8))
 
 
 @pytest.mark.parametrize(

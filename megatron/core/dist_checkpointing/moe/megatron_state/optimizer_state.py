@@ -346,6 +346,8 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
         "quantizers of its own": "custom" in (config.fp8 and config.fp8_recipe, config.fp4 and config.fp4_recipe),
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
+        # It rounds weights apart from their masters, of which a restore makes the cast.
+        "qk_clip of weights that have masters": getattr(config, "qk_clip", False) and (config.bf16 or config.fp16),
         "an expert-tensor-parallel size of its own and no expert parallelism": bool(config.num_moe_experts) and astray,
     }
     yield from (reason for reason, applies in found.items() if applies)

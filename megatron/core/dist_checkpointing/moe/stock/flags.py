@@ -160,11 +160,17 @@ def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iter
 
 
 def _unfit_replays(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence where iterations that are run again would come out otherwise: for frozen operators, or since a replay
+    """A sentence where weights are no cast of their masters, and where iterations that are run again would come out otherwise: for frozen operators, or since a replay
     repeats no evaluation, of which a lost rank's random states and histories have then seen nothing."""
+    unfit = f"does not go with --moe-ckpt-strategy {config.strategy}"
+    cast_to = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
+    if getattr(args, "qk_clip", False) and cast_to:
+        yield (
+            f"--qk-clip {unfit} and --{cast_to}: core rounds clipped weights apart from their masters, and a restore"
+            " casts these; leave it out, or use --moe-ckpt-strategy none"
+        )
     if not _repeats(config):
         return
-    unfit = f"does not go with --moe-ckpt-strategy {config.strategy}"
     if getattr(args, "fp4", None):
         yield (
             f"--fp4-format {unfit}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
@@ -272,5 +278,5 @@ _REPEATING: tuple[_Rule, ...] = (
         "Transformer Engine counts backward passes of layers, of which a replay skips some; use"
         " --fine-grained-activation-offloading, or full or pec",
     ),
-    ("qk_clip", bool, "weights change outside of the optimizer's step; use --moe-ckpt-strategy full"),
+    ("qk_clip", bool, "weights change outside of the optimizer's step; leave it out, or use full with weights of fp32"),
 )
