@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from thread_ranks import on_ranks
 
 from megatron.core.dist_checkpointing.moe.megatron_state import restore
-from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer, level_step_counts
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
 from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState, keep, take
 from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPlan, ReplaySegment, Scope, Topology
@@ -139,3 +142,24 @@ def test_how_fast_state_was_read_counts_the_bytes_and_the_seconds_of_reads_alone
     for key in ("one", "other"):
         measured.of(reader)(key)
     assert str(measured) == "restore: rank 0 read and verified 1 GB at 1 GB/s"
+
+
+def test_step_counts_are_leveled_over_ranks_of_which_some_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+
+    def all_reduce(tensor: torch.Tensor, op: object) -> None:
+        tensor.copy_(reduce(torch.maximum, own.transport.together.all(own.transport.rank, tensor.clone())))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    def rank(*counts: torch.Tensor) -> Any:
+        def level(transport: Any) -> None:
+            own.transport, transport.together.barrier._timeout = transport, 5
+            level_step_counts([SimpleNamespace(field="step", tensor=count) for count in counts])  # type: ignore[misc]
+
+        return level
+
+    counts = [torch.full((1,), float(steps)) for steps in (3, 5, 4)]
+    assert on_ranks(rank(*counts[:2]), rank(), rank(counts[2])) == [None] * 3
+    assert [int(count) for count in counts] == [5, 5, 5]

@@ -392,9 +392,10 @@ def level_step_counts(tensors: Sequence[StateTensor]) -> None:
     They differ only after a lossy recovery, where experts come back with older moments.
     """
     counts = [tensor.tensor for tensor in tensors if tensor.field == "step"]
-    if not counts:
-        return
-    largest = torch.stack([count.max() for count in counts]).max().to(torch.cuda.current_device())
+    # A rank may have none, as of a stage without trained parameters: the others wait for it.
+    largest = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    if counts:
+        largest.copy_(torch.stack([count.max() for count in counts]).max())
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     for count in counts:
         count.fill_(largest.item())
