@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state import partitions
+from megatron.core.dist_checkpointing.moe.megatron_state.megatron import stepped_parameters
 from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import (
     ModuleTree,
     chunk_parts,
@@ -19,12 +20,16 @@ from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import (
 )
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName
 from megatron.core.dist_checkpointing.moe.megatron_state.stage_layers import StageLayers
+from megatron.core.dist_checkpointing.moe.policy.resharding import Grid
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Topology, expert
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.pretrain.testing import cpu_device
 
 Linear = torch.nn.Linear
 
@@ -265,3 +270,25 @@ def test_a_parameter_that_each_tensor_rank_has_whole_ends_where_it_ends_and_not_
     model = hybrid("M", first=True)
     model.config.gated_linear_unit = True
     assert partitions.tensor_grids([model], Topology(2, tp=2))[of.name].numel == 128
+
+
+def layered(monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, **settings: object) -> torch.nn.Module:
+    """A model of this layer, on the second of two tensor ranks."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    model = made(torch.nn.Module, 2, one=layer)
+    vars(model.config).update({"gated_linear_unit": True, **settings})
+    return model
+
+
+def test_learned_sinks_are_those_of_the_heads_of_a_tensor_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = made(torch.nn.Module)
+    core.softmax_offset = torch.nn.Parameter(torch.ones(2))
+    # As core leaves what has no attributes of tensor parallelism.
+    vars(core.softmax_offset).update(tensor_model_parallel=False, partition_dim=-1)
+    attention = made(torch.nn.Module, core_attention=core)
+    model = layered(monkeypatch, made(TransformerLayer, self_attention=attention))
+    with cpu_device.installed():
+        adam = FP32Optimizer(torch.optim.AdamW(model.parameters()), OptimizerConfig(), lambda *_: None)
+    (stepped,) = stepped_parameters([model], adam, Topology(2, tp=2))
+    assert (stepped.shard.tp_rank, stepped.shard.tp_size) == (1, 2)
+    assert partitions.tensor_grids([model], Topology(2, tp=2)) == {stepped.shard.of.name: Grid(1, 4)}

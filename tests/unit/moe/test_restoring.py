@@ -12,6 +12,7 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state import restore
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer, level_step_counts
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
@@ -163,3 +164,24 @@ def test_step_counts_are_leveled_over_ranks_of_which_some_have_none(monkeypatch:
     counts = [torch.full((1,), float(steps)) for steps in (3, 5, 4)]
     assert on_ranks(rank(*counts[:2]), rank(), rank(counts[2])) == [None] * 3
     assert [int(count) for count in counts] == [5, 5, 5]
+
+
+def test_sinks_of_a_snapshot_before_are_read_by_the_name_that_all_tensor_ranks_shared() -> None:
+    live = torch.zeros(2)
+    sinks = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    state: Any = SimpleNamespace(
+        key=f"{sinks}/tp1of2[0:2]/master", tensor=live, operator=0, serves=lambda part: True, nbytes=8
+    )
+    stored = {f"{sinks}[0:2]/master": memoryview(torch.ones(2).numpy()).cast("B")}
+
+    def read(key: str) -> memoryview:
+        if key not in stored:
+            raise UsageError(f"there is no record {key}")
+        return stored[key]
+
+    restorer = LiveRestorer([state], lambda recast: None)
+    restorer.restore(read, {Part.MASTER: [0]})  # type: ignore[list-item]
+    assert live.tolist() == [1, 1]
+    state.key = state.key.replace("softmax_offset", "linear_qkv.weight")
+    with pytest.raises(UsageError, match="linear_qkv"):
+        restorer.restore(read, {Part.MASTER: [0]})  # type: ignore[list-item]

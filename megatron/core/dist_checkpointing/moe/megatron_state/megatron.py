@@ -35,6 +35,7 @@ from .operators import (
     StateTensor,
     holders,
     is_constant,
+    is_partitioned,
     locate,
 )
 from .optimizer_state import (
@@ -280,9 +281,7 @@ class _Model:
         rank, size = (here.etp, topology.expert_tp) if of.operator.is_expert else (here.tp, topology.tp)
         # Transformer Engine's experts lack the attribute; of an expert only the bias of the second layer is whole.
         partitioned = (
-            not of.name.endswith("linear_fc2.bias")
-            if of.operator.is_expert
-            else getattr(parameter, "tensor_model_parallel", False)
+            not of.name.endswith("linear_fc2.bias") if of.operator.is_expert else is_partitioned(parameter, of)
         )
         return Shard(of, start, end, parameter.numel(), *((rank, size) if partitioned else (0, 1)))
 

@@ -29,6 +29,7 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_WEIGHTS = "output_layer.weight"
 
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+SINKS = ".core_attention.softmax_offset"
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 # A layer that predicts further tokens: what is around the transformer layer in it, and that layer.
@@ -219,6 +220,17 @@ class StateTensor:
         """Whether a snapshot of `part` contains this tensor: COMPUTE takes all that a forward pass reads."""
         # fp32 masters and buffers serve as compute weights too: there is no second tensor for that.
         return bool(self.part & part) or (self.in_forward and Part.COMPUTE in part)
+
+
+def is_partitioned(parameter: torch.nn.Parameter, of: GlobalName) -> bool:
+    """Whether tensor-parallel ranks have parts of a parameter that is of no expert.
+
+    Args:
+        parameter: The parameter.
+        of: Its name in the whole model.
+    """
+    # Core gives learned sinks no attribute, but a rank has those of its own heads.
+    return of.name.endswith(SINKS) or getattr(parameter, "tensor_model_parallel", False)
 
 
 def is_constant(name: str) -> bool:

@@ -20,7 +20,7 @@ from ..errors import MoECheckpointError, UsageError
 from ..policy.resharding import Grid
 from ..types import Topology
 from .megatron import names_of_parameters
-from .operators import GlobalName, StateTensor, is_constant
+from .operators import SINKS, GlobalName, StateTensor, is_constant, is_partitioned
 
 _GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 # Of Mamba and gated delta-net: a rank has its part of queries or gates, then of keys, and so on, of unequal sizes.
@@ -66,9 +66,9 @@ def _axis(parameter: torch.nn.Parameter, of: GlobalName) -> int | None:
     """The dimension that tensor ranks share; None where each of them has the whole."""
     if of.operator.is_expert:  # Transformer Engine's experts lack the attributes
         return 0 if "linear_fc1." in of.name else 1 if of.name.endswith("linear_fc2.weight") else None
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if not is_partitioned(parameter, of):
         return None
-    axis: int = getattr(parameter, "partition_dim", 0)
+    axis: int = 0 if of.name.endswith(SINKS) else getattr(parameter, "partition_dim", 0)
     return axis
 
 

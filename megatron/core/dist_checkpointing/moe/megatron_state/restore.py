@@ -8,6 +8,7 @@ is written is noted by its key, and `complete` refuses to continue while a key i
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +24,12 @@ from ..core_versions.seams import cast_rows, casts_itself, quantized_rows, stage
 from ..errors import UnreadableCheckpoint, UsageError
 from ..types import OperatorId, Part
 from ..types.layout import aligned
-from .operators import StateTensor
+from .operators import SINKS, StateTensor
 from .optimizer_state import MASTER_OF_FUSED, holds_masters, layer_wise_chains, optimizer_members
 from .quantization import is_in_blocks, is_quantized
 
 _NAMED = 3
+_PARTITION = re.compile(r"/tp\d+of\d+")
 
 
 class LiveRestorer:
@@ -118,6 +120,8 @@ class LiveRestorer:
         except UsageError:  # a snapshot without it
             if key in self._shared:
                 return None
+            if SINKS in key and (before := _PARTITION.sub("", key)) != key:
+                return read(before)  # earlier versions stored them on each tensor rank as if all had the same
             raise
 
     def refresh(self) -> None:
