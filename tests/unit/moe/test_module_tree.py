@@ -280,6 +280,37 @@ def layered(monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, **settings:
     return model
 
 
+ROUTED = {"moe_mlp_glu_interleave_size": 1}
+SHARED = {"moe_shared_expert_glu_interleave_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "rows"),
+    [
+        ("experts.linear_fc1.weight0", {}, 2),
+        ("experts.linear_fc1.weight0", ROUTED, 1),
+        ("experts.linear_fc1.weight0", SHARED | {"use_grouped_gemm_for_shared_expert": True}, 2),
+        ("experts.local_experts.0.linear_fc1.weight", ROUTED, 2),  # only grouped experts look at it
+        ("shared_experts.linear_fc1.weight", SHARED | {"use_grouped_gemm_for_shared_expert": True}, 1),
+        ("shared_experts.linear_fc1.weight", SHARED, 2),
+        ("shared_experts.linear_fc1.weight", ROUTED, 2),
+    ],
+)
+def test_gates_between_values_stay_there_in_another_layout(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, object], rows: int
+) -> None:
+    at, _, last = name.rpartition(".")
+    part = made(torch.nn.Module)
+    part.register_parameter(last, torch.nn.Parameter(torch.ones(4, 2)))
+    vars(getattr(part, last)).update(tensor_model_parallel=True, partition_dim=0)
+    for outer in reversed(at.split(".")):
+        part = made(torch.nn.Module, **{outer: part})
+    layer = made(TransformerLayer, mlp=made(MoELayer, 2, **dict(part.named_children())))
+    model = layered(monkeypatch, layer, **settings)
+    (grid,) = partitions.tensor_grids([model], Topology(2, tp=2)).values()
+    assert grid == Grid(rows, 16 // rows)
+
+
 def test_learned_sinks_are_those_of_the_heads_of_a_tensor_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     core = made(torch.nn.Module)
     core.softmax_offset = torch.nn.Parameter(torch.ones(2))

@@ -26,13 +26,19 @@ _GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 # Of Mamba and gated delta-net: a rank has its part of queries or gates, then of keys, and so on, of unequal sizes.
 _FUSED = re.compile(r".*\.(?:in_proj|conv1d)[._](?:weight|bias)")
 _GATED_SHARED = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.bias")
+# First layers in which blocks of gates and of values alternate: a part of their names, and the settings that say so.
+_INTERLEAVING = {
+    ".experts.linear_fc1.": ("moe_mlp_glu_interleave_size",),
+    ".shared_experts.linear_fc1.": ("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_shared_expert"),
+}
 
 
 def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mapping[str, Grid]:
     """Of every parameter of which this rank has a share, the whole of it as a matrix; buffers are missing.
 
     Checked against Megatron-Core 0.19.2: column-parallel layers are cut along their first dimension, row-parallel ones
-    along the second; a gated first layer keeps on each rank its part of the gates before its part of the values.
+    along the second; a gated first layer keeps on each rank its part of the gates before its part of the values, or
+    blocks of both that alternate.
 
     Args:
         chunks: The model chunks of this rank.
@@ -45,6 +51,7 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
         UsageError: A tensor is cut in another way.
     """
     is_gated = bool(unwrap_model(list(chunks))[0].config.gated_linear_unit)
+    interleaving = _interleaving(chunks)
     grids = {}
     for parameter, of in names_of_parameters(chunks, topology).items():
         axis = _axis(parameter, of)
@@ -52,7 +59,8 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
             grids[of.name] = Grid(1, parameter.numel())
         else:
             ranks = topology.expert_tp if of.operator.is_expert else topology.tp
-            grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, is_gated and _holds_gates(of))
+            in_halves = is_gated and _holds_gates(of) and parameter not in interleaving
+            grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, in_halves)
     return grids
 
 
@@ -76,14 +84,26 @@ def _holds_gates(of: GlobalName) -> bool:
     return of.name.endswith((*_GATED, *_GATED_SHARED)) or (of.operator.is_expert and "linear_fc1." in of.name)
 
 
-def _grid(name: str, shape: tuple[int, ...], axis: int, ranks: int, is_gated: bool) -> Grid:
+def _interleaving(chunks: Sequence[torch.nn.Module]) -> set[torch.nn.Parameter]:
+    """By the names that modules give them: of experts those in groups alone look at the setting."""
+    models = unwrap_model(list(chunks))
+    parts = [
+        part
+        for part, settings in _INTERLEAVING.items()
+        if all(getattr(models[0].config, setting, None) for setting in settings)
+    ]
+    named = (each for model in models for each in model.named_parameters())
+    return {parameter for name, parameter in named if any(part in name for part in parts)}
+
+
+def _grid(name: str, shape: tuple[int, ...], axis: int, ranks: int, in_halves: bool) -> Grid:
     numel = ranks
     for size in shape:
         numel *= size
     if _FUSED.fullmatch(name):
         return Grid(1, numel, fused=True)
     if axis == 0:
-        return Grid(2, numel // 2) if is_gated else Grid(1, numel)
+        return Grid(2, numel // 2) if in_halves else Grid(1, numel)
     if axis == 1 and len(shape) == 2:
         return Grid(shape[0], shape[1] * ranks)
     raise UsageError(f"{name} of shape {shape} is cut along dimension {axis}, which cannot be laid out again")
