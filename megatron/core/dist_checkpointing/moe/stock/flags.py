@@ -123,7 +123,7 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
     yield from _unfit_graphs(config, args)
-    yield from _unfit_replays(config, args)
+    yield from _unfit_numerics(config, args)
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer_offload_fraction < 1:
         yield (
             f"--optimizer-offload-fraction {args.optimizer_offload_fraction} does not go with --moe-ckpt-strategy"
@@ -159,9 +159,12 @@ def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iter
         yield f"{unfit} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
 
 
-def _unfit_replays(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence where weights are no cast of their masters, and where iterations that are run again would come out otherwise: for frozen operators, or since a replay
-    repeats no evaluation, of which a lost rank's random states and histories have then seen nothing."""
+def _unfit_numerics(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence where a restore or a replay would come to other bits.
+
+    Weights are cast from masters by a restore. Frozen operators draw no numbers, and evaluations are not repeated by a
+    replay: a lost rank's random states and histories have then seen nothing of them.
+    """
     unfit = f"does not go with --moe-ckpt-strategy {config.strategy}"
     cast_to = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
     if getattr(args, "qk_clip", False) and cast_to:
