@@ -241,6 +241,9 @@ def journaled_step(
     stage = unwrap_model(chunks[0]).pg_collection.tp_dp_cp if alone else None
 
     def stepped() -> tuple[bool, float | None, int | None]:
+        # The norm of training is a sum over all operators: from the active ones alone clipping would differ. Asked for
+        # before groups are replaced: whether core has a number or a tensor depends on those of training.
+        norm = norm_as_in_training(optimizer, None if step.grad_norm is None else float(step.grad_norm))
         with contextlib.ExitStack() as stack:
             emptied = []
             for member, _ in members_by_layer(optimizer):
@@ -254,8 +257,6 @@ def journaled_step(
             stack.enter_context(scales_kept(frozen))
             for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
-            # The norm of training is a sum over all operators: from the active ones alone clipping would differ.
-            norm = norm_as_in_training(optimizer, None if step.grad_norm is None else float(step.grad_norm))
             stack.enter_context(replaced(optimizer, get_grad_norm=lambda: norm))
             if step.skipped:  # for the norm: a rank without active parameters would not compare it
                 stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))
