@@ -168,8 +168,11 @@ class FakeRestorer:
     def keep(self, frozen: Collection[OperatorId] = ()) -> None:
         """As `ports.Restorer.keep`."""
         self._world.event("keep")
-        tensors = self._model.tensors.values()
-        self._written = {one.key for one in tensors if one.field.operator not in frozen or one.serves(Part.COMPUTE)}
+        self._written = {
+            one.key
+            for one in self._model.tensors.values()
+            if (one.serves(Part.COMPUTE) if one.field.operator in frozen else one.field.part is not Part.COMPUTE)
+        }
 
     def refresh(self) -> None:
         """As `ports.Restorer.refresh`, on this rank alone."""

@@ -442,11 +442,11 @@ def test_poison_is_loud_in_every_dtype(dtype: torch.dtype, value: int | None) ->
     assert torch.isnan(tensor).all() if value is None else tensor.tolist() == [value] * 3
 
 
-def test_state_that_is_kept_is_complete_and_not_written(restoring: Restoring) -> None:
+def test_of_state_that_is_kept_nothing_is_written_and_compute_weights_are_derived(restoring: Restoring) -> None:
     restoring.restorer.keep()
     restoring.restorer.complete()
     assert restoring.model.bytes() == restoring.live
-    assert restoring.calls == ["settled", False]
+    assert restoring.calls == ["settled", True]
 
 
 def test_everything_comes_back_from_a_snapshot(restoring: Restoring) -> None:

@@ -106,8 +106,13 @@ class LiveRestorer:
     def keep(self, frozen: Collection[OperatorId] = ()) -> None:
         """As `ports.Restorer.keep`."""
         held_back = frozenset(frozen)
-        whole = (state for state in self._begin() if state.operator not in held_back or state.serves(Part.COMPUTE))
-        self._written = {state.key for state in whole}
+        # Compute weights of trained operators are left to `complete`: where a step was cut off behind its update, or
+        # kept gradients were applied by this rank alone, they may not have been cast.
+        self._written = {
+            state.key
+            for state in self._begin()
+            if (state.serves(Part.COMPUTE) if state.operator in held_back else state.part is not Part.COMPUTE)
+        }
 
     def has_restored(self, key: str) -> bool:
         """Whether a record was restored since the last `poison`."""

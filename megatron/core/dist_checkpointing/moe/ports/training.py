@@ -121,7 +121,7 @@ class Restorer(Protocol):
 
     def keep(self, frozen: Collection[OperatorId] = ()) -> None:
         """Instead of `poison` and `restore`: live state is what they would make it already, of `frozen` operators the
-        compute weights only."""
+        compute weights only, of others all but these."""
 
     def refresh(self) -> None:
         """Make the compute weights whole after a `restore` of some operators' full state and the others' compute
