@@ -95,6 +95,12 @@ def test_gathers_of_an_optimizer_go_through_its_chunks_and_where_it_has_one_its_
     ]
 
 
+def test_gradients_are_clipped_after_the_norms_of_groups_where_core_has_these() -> None:
+    assert training.last_before_clipping(SimpleNamespace(get_grad_norm=None)) == "get_grad_norm"
+    newer = SimpleNamespace(get_grad_norm=None, _compute_grad_norms_by_group=None)
+    assert training.last_before_clipping(newer) == "_compute_grad_norms_by_group"
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_write(
     monkeypatch: pytest.MonkeyPatch, is_async: bool

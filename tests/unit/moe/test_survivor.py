@@ -20,11 +20,12 @@ from megatron.core.dist_checkpointing.moe.local_recovery.survivor import LiveTen
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
+from megatron.core.dist_checkpointing.moe.recovery.recovery import RollForward
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
 from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import ThreadEngine
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, checksum_bytes_per_s, checksums
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.types import Topology
+from megatron.core.dist_checkpointing.moe.types import StepJournal, Topology
 
 BUFFERS = SurvivorBuffers((4096, 8192), 4096)
 PLAN = LogPlan(Topology(2, pp=2), 0, (4, 1, 8), "float32", 3)
@@ -125,6 +126,20 @@ def test_on_a_device_gradients_are_kept_where_an_event_behind_their_reduction_ha
     assert survivor.interrupt(force=False)
     decision = guard.decide(Cause.PEER_LOST)
     assert (decision.iteration, decision.gradients) == (4, passed)
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_an_overflow_that_is_counted_for_experts_without_word_of_them_is_said(
+    told: int, new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    survivor, gradients = new(), SimpleNamespace(read=None, manifest=SimpleNamespace(by_key={}))
+    monkeypatch.setattr(survivors, "roll_forward", lambda *_: None)
+    monkeypatch.setattr(Trainer, "scalars", lambda self: {"grad_scalers": [{}, {}]})
+    monkeypatch.setattr(Trainer, "restore_common", lambda *_: None, raising=False)
+    survivor.roll_forward(
+        RollForward(5, StepJournal(None, True), cast("Any", gradients), {"grad_scalers": [{}] * told})
+    )
+    assert ("rank 0: iteration 5 overflowed" in caplog.text) == (told == 1)
 
 
 def test_how_long_parking_takes_is_known_before(new: Callable[..., Survivor]) -> None:

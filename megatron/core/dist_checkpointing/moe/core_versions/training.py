@@ -241,11 +241,24 @@ def _captured(config: Any) -> set[str]:
 
 
 def gathers_after_step(member: Any) -> list[tuple[Any, str]]:
-    """The methods, as owner and name, by which one optimizer has compute weights gathered at the end of its step."""
-    # From 0.18 on a distributed optimizer goes through the groups of buckets itself.
-    own = [(member, "start_param_sync_for_bucket_group_subset")]
+    """The methods, as owner and name, by which one optimizer, or a chain apart from its members, has compute weights
+    gathered at the end of its step."""
     chunks = [(chunk, "start_param_sync") for chunk in getattr(member, "model_chunks", [])]
-    return [*(own if hasattr(*own[0]) else []), *chunks]
+    return [*((member, name) for name in _GATHERS if hasattr(member, name)), *chunks]
+
+
+_GATHERS = (
+    "start_param_sync_for_bucket_group_subset",  # from 0.18 on optimizers go through the groups of buckets themselves
+    "allgather_params",  # of a layer-wise chain that was made without the layout of buckets
+    "_start_deferred_mxfp8_param_sync",  # of a chain that waits until the last of its optimizers has staged its masters
+)
+
+
+def last_before_clipping(optimizer: Any) -> str:
+    """The method whose return the step of an optimizer, or a chain, begins to clip after."""
+    # From 0.19 on the norms of groups come last, and not where nothing is clipped.
+    of_groups = "_compute_grad_norms_by_group"
+    return of_groups if hasattr(optimizer, of_groups) else "get_grad_norm"
 
 
 def skips_for_norm(config: Any) -> bool:

@@ -28,11 +28,12 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ..core_versions.training import gathers_after_step, replaced
+from ..core_versions.seams import casts_itself
+from ..core_versions.training import gathers_after_step, last_before_clipping, norm_as_in_training, replaced
 from ..device import arriving
 from ..errors import PeerLost, UsageError
 from ..megatron_state.operators import StateTensor
-from ..megatron_state.optimizer_state import SteppedTensor, optimizer_members
+from ..megatron_state.optimizer_state import SteppedTensor, members_by_layer, optimizer_members
 from ..megatron_state.restore import Upload, write_record
 from ..policy.parking import Cause, Decision, StepPhase, decide
 from ..ports import Field
@@ -174,8 +175,9 @@ def roll_forward(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor],
     """Take the step of kept gradients with the norm and the verdict of its journal; no collective.
 
     Before it the state is that of the iteration before, learning rates and step counts included; afterwards master
-    weights and moments are those of the iteration, and the compute weights of what this rank steps. Those of others
-    have to be gathered, schedules and loss scales are the caller's.
+    weights and moments are those of the iteration, and of what this rank steps the compute weights of more than eight
+    bits. The others have to be cast and gathered, and schedules are the caller's. Loss scales count an overflow in all
+    parts of the optimizer, as in a replay: which of them saw it is known to whoever has the trainer state.
 
     Args:
         optimizer: The chain of optimizers.
@@ -189,6 +191,10 @@ def roll_forward(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor],
     """
     if type(optimizer) is not ChainedOptimizer:
         raise UsageError(f"kept gradients cannot be applied with the optimizer {type(optimizer).__name__}")
+    # A part that the rank of the trainer state does not have, such as that of the experts, keeps this scale.
+    for member, _ in members_by_layer(optimizer):
+        if scaler := getattr(member, "grad_scaler", None):
+            scaler.update(step.skipped and step.grad_norm is None)  # skipped for its norm: no overflow
     if step.skipped:
         return
     if step.grad_norm is None:
@@ -202,19 +208,28 @@ def roll_forward(optimizer: MegatronOptimizer, stepped: Sequence[SteppedTensor],
             raise UsageError(f"the master weights of {one.shard.of.name} take no gradient")
         write_record(key, read(key), one.gradient, upload)
     upload.end()
+    norm = norm_as_in_training(optimizer, float(step.grad_norm))
     with contextlib.ExitStack() as stack:
         # What ranks would compute together: the norm comes from the journal, the rest is known or not wanted.
         alone: dict[str, Any] = {
             "prepare_grads": lambda: False,
-            "get_grad_norm": lambda: step.grad_norm,
+            "get_grad_norm": lambda: norm,
             "count_zeros": lambda: None,
         }
         stack.enter_context(replaced(optimizer, **alone))
-        for member in optimizer_members(optimizer):
-            for owner, name in gathers_after_step(member):
-                stack.enter_context(replaced(owner, **{name: _nothing}))
+        for owner, name in _gathers(optimizer):
+            stack.enter_context(replaced(owner, **{name: _nothing}))
+        for member in filter(casts_itself, optimizer_members(optimizer)):
+            # Weights of eight bits: to cast them is a collective too, and all ranks do when they rejoin.
+            stack.enter_context(replaced(member, _get_fp8_params_and_shard_fp32_from_fp8=lambda: ([], [], [])))
         ChainedOptimizer.step(optimizer)
     optimizer.zero_grad()
+
+
+def _gathers(optimizer: MegatronOptimizer) -> list[tuple[Any, str]]:
+    """As `gathers_after_step`, of a chain and of all in it: chains have gathers of their own, and so have stubs."""
+    owners = (optimizer, *getattr(optimizer, "chained_optimizers", ()))
+    return [gather for owner in owners for gather in gathers_after_step(owner)]
 
 
 def _nothing(*unused: Any, **options: Any) -> None:

@@ -365,8 +365,17 @@ class Survivor:
         roll_forward(live.optimizer, live.stepped, read, roll.journal)
         LiveBuffers(live.tensors).restore(read)
         names = [key for key in roll.gradients.manifest.by_key if key.startswith(RANDOM)]
-        live.trainer.restore(live.trainer.scalars(), {key.removeprefix(RANDOM): read(key) for key in names})
+        scalars = live.trainer.scalars()
+        live.trainer.restore(scalars, {key.removeprefix(RANDOM): read(key) for key in names})
         live.trainer.restore_common(roll.trainer)
+        parts, theirs = (len(dict[str, Any](one).get("grad_scalers", ())) for one in (scalars, roll.trainer))
+        if roll.journal.skipped and roll.journal.grad_norm is None and theirs < parts:
+            log.warning(
+                "rank %d: iteration %d overflowed, maybe in dense layers only, but the loss scale of experts counts it:"
+                " the rank whose trainer state is taken over has no experts",
+                self._plan.rank,
+                roll.iteration,
+            )
         before = self._parked(roll.iteration - 1)
         self._progress.journal = replace(roll.journal, lm_loss=before.get("next_loss"))
         self._rolled = roll.iteration, self._progress.journal
