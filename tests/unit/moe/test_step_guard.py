@@ -207,7 +207,7 @@ def test_a_process_that_waits_at_the_target_parks_it() -> None:
 
 
 class Marker:
-    """The end of a reduction on a device."""
+    """The end of a reduction, or of a norm, on a device."""
 
     def __init__(self, *, passed: bool) -> None:
         self.passed = passed
@@ -216,12 +216,12 @@ class Marker:
         return self.passed
 
 
-def reducing(marker: Marker, chain: Chain | None = None) -> StepGuard:
+def reducing(reduction: Marker, chain: Chain | None = None, norm: Marker | None = None) -> StepGuard:
     """A guard whose host is behind the passes of iteration 5, and its device perhaps not."""
     guard = StepGuard(chain or Chain())
     guard.stands(4)
     guard.passes(5)
-    guard.reduced(marker)
+    guard.reduced(iter([reduction, norm or reduction]).__next__)
     return guard
 
 
@@ -246,7 +246,7 @@ def test_passes_that_end_after_the_abort_have_reduced_nothing() -> None:
     guard.stands(4)
     guard.passes(5)
     assert guard.interrupt()
-    guard.reduced(Marker(passed=True))
+    guard.reduced(lambda: Marker(passed=True))
     decision = guard.decide(Cause.PEER_LOST)
     assert (decision.iteration, decision.gradients) == (4, False)
 
@@ -289,3 +289,39 @@ def test_an_update_that_is_cut_off_behind_an_aborted_reduction_leaves_nothing_to
         assert guard.interrupt(force=True)
     guard.stands(5)
     assert guard.decide(Cause.PEER_LOST).iteration is None
+
+
+@pytest.mark.parametrize("force", [True, False], ids=["in the step", "behind it"])
+def test_a_step_whose_norm_was_aborted_on_the_device_leaves_nothing_to_park(force: bool) -> None:
+    chain, norm = Chain(), Marker(passed=False)
+    guard = reducing(Marker(passed=True), chain, norm)
+    with guard.stepping(5):
+        chain.step()
+        if force:
+            assert guard.interrupt(force=True)
+    guard.stands(5)
+    if not force:  # the host does not wait for the device where no other rank asks for the norm
+        guard.passes(6)
+        assert guard.interrupt()
+    norm.passed = True  # an aborted norm ends too
+    assert guard.decide(Cause.PEER_LOST).iteration is None
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_weights_that_are_not_gathered_leave_the_state_whole_where_the_device_had_the_norm(passed: bool) -> None:
+    chain, norm = Chain("gather chunk"), Marker(passed=passed)
+    guard = reducing(Marker(passed=True), chain, norm)
+    with pytest.raises(Lost), guard.stepping(5):
+        chain.step()
+    norm.passed = True  # by the abort of what it waited for
+    assert guard.decide(Cause.PEER_LOST).iteration == (5 if passed else None)
+
+
+def test_gradients_that_may_be_clipped_are_not_kept() -> None:
+    chain = Chain()
+    guard = reducing(Marker(passed=True), chain)
+    chain.count_zeros = lambda: int(guard.interrupt())  # type: ignore[method-assign]  # behind the norm
+    with pytest.raises(PeerLost), guard.stepping(5):
+        chain.step()
+    decision = guard.decide(Cause.PEER_LOST)
+    assert (decision.iteration, decision.gradients) == (4, False)

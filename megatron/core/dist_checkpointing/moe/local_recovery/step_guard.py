@@ -6,9 +6,10 @@ neither: what follows it on this rank alone needs no peer, and compute weights, 
 derived from master weights when state is restored. So the guard lets errors of collectives before the update through,
 and holds back those after its beginning until the step has ended; the process then parks the state of this iteration.
 
-On a device the host runs ahead: it may be past the reduction while that still waits for a peer, and once communicators
-are aborted (`interrupt`) what was under way ends with garbage in its results. So an update does not begin after that,
-and gradients count as reduced only where the device was behind the reduction before.
+On a device the host runs ahead: it may be past the reduction, or the norm, while that still waits for a peer, and once
+communicators are aborted (`interrupt`) what was under way ends with garbage in its results. So an update does not begin
+after that, gradients count as reduced only where the device was behind the reduction before, and state as updated only
+where it was behind the norm.
 
 Checked against Megatron-Core 0.19.2's `ChainedOptimizer.step`: every member prepares its gradients (with a loss scale,
 a collective each), the norm is computed (collectives), gradients are clipped, zeros may be counted (collectives), then
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsFloat
@@ -253,6 +255,8 @@ def _copy_out(tensor: torch.Tensor, into: memoryview) -> None:
         torch.frombuffer(into, dtype=tensor.dtype).copy_(tensor.reshape(-1))
 
 
+_BEHIND_S = 1.0
+_POLL_S = 0.001
 _OUTSIDE = (StepPhase.REPLAYING, StepPhase.ROLLING_FORWARD)
 _PROTECTED = (StepPhase.UPDATING, StepPhase.UPDATED)
 
@@ -291,8 +295,10 @@ class StepGuard:
         self._lost_peer: BaseException | None = None
         # Against the thread that interrupts: an update begins before it does, or not at all.
         self._lock = threading.Lock()
-        self._is_interrupted = self._was_reduced = self._is_torn = False
+        self._is_interrupted = self._was_reduced = self._is_clipped = self._is_torn = False
+        self._mark: Callable[[], Marker] | None = None
         self._reduction: Marker | None = None
+        self._norm: Marker | None = None
 
     def stands(self, iteration: int, phase: StepPhase = StepPhase.IDLE) -> None:
         """The state after an iteration is whole.
@@ -312,12 +318,14 @@ class StepGuard:
         if self.phase not in _OUTSIDE:
             self.phase, self.iteration, self.stepped = StepPhase.PASSES, iteration - 1, None
 
-    def reduced(self, reduction: Marker | None = None) -> None:
+    def reduced(self, mark: Callable[[], Marker] | None = None) -> None:
         """The passes are over: this rank's part of the gradients will not change any more.
 
-        reduction: where gradients are on a device, the end of their reduction there.
+        mark: where gradients are on a device, marks a point in the work of the current stream there: now behind the
+            reduction of gradients, later in the step behind their norm.
         """
-        self.prepared, self._reduction = Prepared(), reduction
+        self.prepared, self._is_clipped = Prepared(), False
+        self._mark, self._reduction = mark, mark() if mark is not None else None
         if self.phase not in _OUTSIDE:
             self.phase = StepPhase.REDUCED
 
@@ -337,6 +345,12 @@ class StepGuard:
             self._follow(stack)
             yield
         if self._lost_peer is not None:
+            # Connections are closed next, which aborts whatever the device has not come to. Its norm may still be under
+            # way with all peers that it needs.
+            until_s = time.monotonic() + _BEHIND_S
+            while self._is_behind() and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+            self._is_torn = self._is_torn or self._is_behind()
             raise self._lost_peer
 
     def interrupt(self, *, force: bool = False) -> bool:
@@ -351,8 +365,15 @@ class StepGuard:
                 self._is_interrupted = True
                 is_reduced = self._reduction is None or self._reduction.query()
                 self._was_reduced = self.phase is StepPhase.REDUCED and is_reduced
-                self._is_torn = self.phase in _PROTECTED and not is_reduced
+                self._is_torn = self._is_behind() or (self.phase in _PROTECTED and not is_reduced)
             return True
+
+    def _is_behind(self) -> bool:
+        """Whether the device has not come to the newest update: an abort leaves garbage in the norm that it clips by.
+
+        Also where the host is in the next iteration already: nothing makes it wait for a norm that stays on the device.
+        """
+        return self._norm is not None and not self._norm.query()
 
     def decide(self, cause: Cause) -> Decision:
         """What to park when training is interrupted here."""
@@ -361,9 +382,10 @@ class StepGuard:
     def _known_phase(self) -> StepPhase:
         """The phase that the device had come to for certain."""
         if self._is_torn:
-            return StepPhase.UPDATING  # with gradients whose reduction was aborted
+            return StepPhase.UPDATING  # with gradients whose reduction, or whose norm, was aborted
         # Whatever else ended a reduction on a device has left nobody knows what.
         is_final = self._was_reduced if self._is_interrupted else self._reduction is None
+        is_final = is_final and not self._is_clipped
         return StepPhase.PASSES if self.phase is StepPhase.REDUCED and not is_final else self.phase
 
     def _follow(self, stack: contextlib.ExitStack) -> None:
@@ -371,12 +393,22 @@ class StepGuard:
         stack.enter_context(replaced(optimizer, step=self._stepped(optimizer.step)))
         update = self._updating(optimizer.step_with_ready_grads)
         stack.enter_context(replaced(optimizer, step_with_ready_grads=update))
-        if hasattr(optimizer, "count_zeros"):
-            stack.enter_context(replaced(optimizer, count_zeros=self._tolerating(optimizer.count_zeros)))
+        for name, follow in ((last_before_clipping(optimizer), self._clipping), ("count_zeros", self._tolerating)):
+            if hasattr(optimizer, name):
+                stack.enter_context(replaced(optimizer, **{name: follow(getattr(optimizer, name))}))
         for member in getattr(optimizer, "chained_optimizers", [optimizer]):
             stack.enter_context(self.prepared.following(member))
-            for owner, name in gathers_after_step(member):
-                stack.enter_context(replaced(owner, **{name: self._tolerating(getattr(owner, name))}))
+        for owner, name in _gathers(optimizer):
+            stack.enter_context(replaced(owner, **{name: self._tolerating(getattr(owner, name))}))
+
+    def _clipping(self, norms: Callable[[], Any]) -> Callable[[], Any]:
+        def known() -> Any:
+            found = norms()
+            # Core clips next, in place: a roll-forward would clip them once more if they were kept.
+            self._is_clipped = True
+            return found
+
+        return known
 
     def _stepped(self, step: Callable[[], Any]) -> Callable[[], Any]:
         def stepped() -> Any:
@@ -390,10 +422,14 @@ class StepGuard:
 
     def _updating(self, update: Callable[[], bool]) -> Callable[[], bool]:
         def updating() -> bool:
+            # Behind norm and clipping, ahead of the update: all on the current stream, which waits for the collectives
+            # of the norm on the streams of their communicators. Recorded without the lock: where the queue of the
+            # device is full the host waits in it, and must not keep the thread that aborts waiting.
+            norm = self._mark() if self._mark is not None else None
             with self._lock:
                 if self._is_interrupted:
                     raise PeerLost("the optimizer's update does not begin: a peer is lost, and gradients are garbage")
-                self.phase = StepPhase.UPDATING
+                self.phase, self._norm = StepPhase.UPDATING, norm
             return update()
 
         return updating

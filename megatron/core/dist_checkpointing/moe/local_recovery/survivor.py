@@ -230,7 +230,7 @@ class Survivor:
         """The passes have ended; see `StepGuard.reduced`."""
         assert self._logs is not None
         self._logs.passed()
-        self._guard.reduced(_marked_stream() if self._on_device else None)
+        self._guard.reduced(_marked_stream if self._on_device else None)
         self._progress.loss = self._progress.num_tokens = None
 
     def interrupt(self, *, force: bool) -> bool:
@@ -459,7 +459,7 @@ class Survivor:
 
 
 def _marked_stream() -> torch.cuda.Event:
-    """The point up to which the current stream, which waits for the reduction of gradients, was given work."""
+    """The point up to which the current stream, which waits for reductions of gradients and norm, was given work."""
     marker = torch.cuda.Event()
     marker.record()
     return marker
