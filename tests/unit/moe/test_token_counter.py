@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.moe.megatron_state.popularity import Token
 from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -24,10 +25,11 @@ PROBABILITIES = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.0, 0.5], [0.1, 0.9, 0.0
 class Router(TopKRouter):
     """Gives the probabilities that it is called with."""
 
-    def __init__(self, score_function: str = "softmax") -> None:
+    def __init__(self, score_function: str = "softmax", **config: Any) -> None:
         torch.nn.Module.__init__(self)
         self.layer_number, self.weight = 5, torch.zeros(1)
-        self.config = SimpleNamespace(num_moe_experts=3, moe_router_score_function=score_function)
+        config = {"num_layers": 4, "num_moe_experts": 3, "moe_pad_expert_input_to_capacity": False, **config}
+        self.config = SimpleNamespace(moe_router_score_function=score_function, **config)
 
     def forward(self, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.routing(probabilities)
@@ -42,6 +44,34 @@ def test_a_token_counts_once_for_each_of_its_experts() -> None:
     router(PROBABILITIES)
     assert counter.take()() == {4: (3, 2, 1)}
     assert counter.take()() == {4: (0, 0, 0)}
+
+
+class Padding(Router):
+    """Drops tokens beyond a capacity, and fills experts up to it, as core does."""
+
+    def routing(self, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        padded = self.config.moe_pad_expert_input_to_capacity
+        routed = apply_router_token_dropping(probabilities, probabilities > 0, 2, 1.0, pad_to_capacity=padded)
+        return cast("tuple[torch.Tensor, torch.Tensor]", routed)
+
+
+def test_tokens_that_only_pad_an_expert_up_to_its_capacity_are_not_counted() -> None:
+    found = []
+    for padded in (False, True):
+        router = Padding(moe_pad_expert_input_to_capacity=padded)
+        counter = TokenCounter([router])
+        router(PROBABILITIES)
+        found.append(counter.take()())
+    assert found == [{4: (2, 2, 1)}] * 2
+
+
+def test_a_layer_that_runs_for_several_depths_counts_each_token_once() -> None:
+    router = Router(mtp_num_layers=2, mtp_use_repeated_layer=True)
+    router.layer_number, router.is_mtp_layer = 1, True
+    counter = TokenCounter([router])
+    router(PROBABILITIES)
+    router(PROBABILITIES[:2])
+    assert counter.take()() == {4: (3, 2, 1)}
 
 
 def test_tokens_of_passes_that_run_once_more_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ def arriving_counts(layers: Sequence[int], counts: torch.Tensor) -> Callable[[],
 class TokenCounter:
     """Counts tokens by the forward passes of this rank's routers, on the device, until `take`.
 
-    A token counts once for each expert that it was routed to and not dropped. Only passes that will be followed by a
+    A token counts once for each expert that it was routed to and not dropped; padding does not count. In a layer that
+    runs for several depths (`--mtp-use-repeated-layer`) it counts as the mean over these, rounded up. Only passes that will be followed by a
     backward pass count: neither evaluation nor the first of the two passes of recomputed activations. Where routers run
     in CUDA graphs hooks are called at the capture only; the sums that they add are captured, and each replay adds its
     own to the same tensors.
@@ -46,6 +47,7 @@ class TokenCounter:
     def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
         self._layers = layers_of_routers(chunks)
         self._counts: dict[int, torch.Tensor] = {}
+        self._runs: dict[int, int] = {}
         self._hooks = ExitStack()
         for router in self._layers:
             if gate_unit is None:
@@ -54,6 +56,7 @@ class TokenCounter:
                 self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._counts[self._layers[router]] = zeros
+            self._runs[self._layers[router]] = _runs(router)
         self._hooks.enter_context(before_passes_are_repeated(self.begin))
 
     def begin(self) -> None:
@@ -74,7 +77,7 @@ class TokenCounter:
             return dict
         layers = sorted(self._counts)
         # One transfer from the device, not one for each layer.
-        taken = arriving_counts(layers, torch.stack([self._counts[layer] for layer in layers]))
+        taken = arriving_counts(layers, torch.stack([self._once(layer) for layer in layers]))
         self.begin()
         return taken
 
@@ -82,10 +85,16 @@ class TokenCounter:
         """Count no longer."""
         self._hooks.close()
 
+    def _once(self, layer: int) -> torch.Tensor:
+        count, runs = self._counts[layer], self._runs[layer]
+        return count if runs == 1 else (count + runs - 1) // runs
+
     def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
         if not _counts():
             return
-        _, chosen = routed
+        probabilities, chosen = routed
+        if router.config.moe_pad_expert_input_to_capacity:
+            chosen = chosen & (probabilities > 0)  # core fills each expert up with tokens that were not routed to it
         self._counts[self._layers[router]] += chosen.sum(dim=0, dtype=torch.int64)
 
     @contextmanager
@@ -104,6 +113,12 @@ class TokenCounter:
             yield
         finally:
             del router.routing
+
+
+def _runs(router: TopKRouter) -> int:
+    """How often a router sees each token."""
+    repeated = getattr(router, "is_mtp_layer", False) and getattr(router.config, "mtp_use_repeated_layer", False)
+    return router.config.mtp_num_layers if repeated else 1
 
 
 def _counts() -> bool:
