@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, SupportsFloat, SupportsInt, cast
+from typing import Any, cast
 
 import pytest
 from stock_stand_in import one_rank
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.iteration import mean_loss
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
 
 class Optimizer:
@@ -79,10 +80,8 @@ class Noting(Session):
         self.calls.append("before_optimizer")
         return 0.0
 
-    def stepping(
-        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
-    ) -> AbstractContextManager[None]:
-        self.calls.append(("stepping", iteration, loss, num_tokens))
+    def stepping(self, iteration: int, passed: StepJournal) -> AbstractContextManager[None]:
+        self.calls.append(("stepping", iteration, passed))
         return nullcontext()
 
     def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
@@ -125,7 +124,7 @@ def test_three_calls_are_enough_and_come_in_the_order_that_a_session_needs() -> 
     for _ in range(2):
         loop.optimizer.step()
         loop.hooks.after_step(2.0)
-    one = ["before_optimizer", ("stepping", 1, None, None), ("whole", 1)]
+    one = ["before_optimizer", ("stepping", 1, StepJournal()), ("whole", 1)]
     assert loop.session.calls[:6] == [("begin", 0), "rejoin", *one, ("step_end", 1, StepJournal(0.5, False, 2.0))]
     assert loop.optimizer.steps == loop.trainer.iteration == 2
 
@@ -138,8 +137,19 @@ def test_a_loss_that_is_known_before_the_step_and_the_tokens_of_the_batch_reach_
         loop.config.finalize_model_grads_func([], torch.tensor(96))
     loop.hooks.loss = 3.0
     loop.optimizer.step()
-    ((loss, tokens),) = [call[2:] for call in loop.session.calls if call[0] == "stepping"]
-    assert (loss, int(tokens)) == (3.0, 96)
+    (passed,) = [call[2] for call in loop.session.calls if call[0] == "stepping"]
+    assert passed.to_data() == StepJournal(None, False, 3.0, 96).to_data()
+
+
+def test_the_session_learns_before_the_step_that_pages_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedStashRunner, "check_moe_overflow", lambda _: (1, 0, 0))
+    loop = Loop()
+    with loop.hooks.forward_backward():
+        PagedStashRunner.check_moe_overflow(SimpleNamespace())
+    loop.optimizer.step()
+    loop.hooks.after_step()
+    assert [call[2] for call in loop.session.calls if call[0] == "stepping"] == [StepJournal(out_of_pages=True)]
+    assert ("step_end", 1, StepJournal(0.5, out_of_pages=True)) in loop.session.calls
 
 
 def test_passes_run_no_code_of_protection_where_no_stage_replays_alone_since_a_graph_would_capture_it() -> None:

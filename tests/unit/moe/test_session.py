@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.moe.runtime import protected_session
 from megatron.core.dist_checkpointing.moe.runtime.opening import RECOVERY_PATIENCE
 from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 from megatron.core.dist_checkpointing.moe.runtime.session import Request, Session
+from megatron.core.dist_checkpointing.moe.types import StepJournal
 
 CALLS = sorted(name for name, member in vars(Session).items() if callable(member) and not name.startswith("_"))
 
@@ -30,7 +31,7 @@ def test_nothing_happens_in_it_but_the_loading_of_a_checkpoint() -> None:
     session.restore(trainer, Request(lambda: 7))  # type: ignore[arg-type]
     assert trainer.iteration == 7
     assert not session.rejoin() and not session.is_replaying and session.coordinator is None
-    with session.stepping(8, None, None):
+    with session.stepping(8, StepJournal()):
         assert session.before_optimizer() == 0.0
     assert session.report() is None and session.communicator is None
 

@@ -110,6 +110,18 @@ def test_live_state_is_that_of_its_parked_snapshot_until_training_continues_or_n
     assert survivor.kept is None
 
 
+def test_a_state_that_is_parked_behind_the_step_tells_all_that_a_replay_of_its_passes_needs(
+    new: Callable[..., Survivor],
+) -> None:
+    survivor, passed = new(), StepJournal(None, False, 1.5, 96, out_of_pages=True)
+    survivor.passes(5, logged=False)
+    survivor.reduced()
+    with survivor.stepping(5, passed):
+        survivor.live.optimizer.step()
+    assert not survivor.park(Cause.PEER_LOST, {}, {})
+    assert survivor.unreported(5) == replace(passed, grad_norm=0.5)
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_on_a_device_gradients_are_kept_where_an_event_behind_their_reduction_had_passed(
     passed: bool, new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsFloat, SupportsInt
+from typing import Any
 
 import torch
 
@@ -133,13 +133,12 @@ class SurvivorBuffers:
 
 @dataclass
 class _Progress:
-    """The newest whole iteration, how it came out, the newest reported one, and the loss and tokens of the next one."""
+    """The newest whole iteration, how it came out, the newest reported one, and what the passes of the next one tell."""
 
     iteration: int = -1
     journal: StepJournal = field(default_factory=StepJournal)
     reported: int = -1
-    loss: SupportsFloat | None = None
-    num_tokens: SupportsInt | None = None
+    passed: StepJournal = field(default_factory=StepJournal)
 
 
 class Survivor:
@@ -231,17 +230,15 @@ class Survivor:
         assert self._logs is not None
         self._logs.passed()
         self._guard.reduced(_marked_stream if self._on_device else None)
-        self._progress.loss = self._progress.num_tokens = None
+        self._progress.passed = StepJournal()
 
     def interrupt(self, *, force: bool) -> bool:
         """See `StepGuard.interrupt`; called by another thread than the one that trains."""
         return self._guard.interrupt(force=force)
 
-    def stepping(
-        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
-    ) -> AbstractContextManager[None]:
-        """See `StepGuard.stepping`; `loss` and `num_tokens` are those of the iteration."""
-        self._progress.loss, self._progress.num_tokens = loss, num_tokens
+    def stepping(self, iteration: int, passed: StepJournal) -> AbstractContextManager[None]:
+        """See `StepGuard.stepping`; `passed` is what the passes of the iteration tell of it."""
+        self._progress.passed = passed
         return self._guard.stepping(iteration)
 
     def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
@@ -339,9 +336,10 @@ class Survivor:
             # The step was taken, but what follows it was not reached.
             stepped = self._guard.stepped
             assert stepped is not None
-            journal = StepJournal(stepped.grad_norm, not stepped.updated, progress.loss, progress.num_tokens)
+            journal = replace(progress.passed, grad_norm=stepped.grad_norm, skipped=not stepped.updated)
+        loss = progress.passed.lm_loss
         try:
-            data, next_loss = journal.to_data(), None if progress.loss is None else float(progress.loss)
+            data, next_loss = journal.to_data(), None if loss is None else float(loss)
         except (RuntimeError, TimeoutError) as error:
             return f"nothing was parked: the outcome of the step cannot be read: {format_error(error)}"
         scalars: dict[str, Json] = {

@@ -299,7 +299,8 @@ class Iterations:
         # This hook goes first, and then the copies of the last snapshot end: only after that the step may begin.
         self.detach()
         self.stall_s = self._session.before_optimizer()
-        self._stepping.enter_context(self._session.stepping(iteration, self.loss, self._num_tokens))
+        passed = StepJournal(None, False, self.loss, self._num_tokens, self._is_out_of_pages)
+        self._stepping.enter_context(self._session.stepping(iteration, passed))
         try:
             outcome = self._optimizer.step(*arguments, **options)
         except BaseException:
@@ -309,7 +310,7 @@ class Iterations:
         # Until `step_done`: what was updated and what the loop has counted are of different iterations.
         self._in_step = True
         updated, norm, _ = outcome
-        self.journal = StepJournal(arriving(norm), not updated, self.loss, self._num_tokens, self._is_out_of_pages)
+        self.journal = replace(passed, grad_norm=arriving(norm), skipped=not updated)
         # Until the iteration is over, another step is a mistake.
         self._stepping.enter_context(replaced(self._optimizer, step=self._second_step))
         return outcome

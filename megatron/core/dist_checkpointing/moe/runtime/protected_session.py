@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsFloat, SupportsInt
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -398,11 +398,9 @@ class ProtectedSession(Session):
     def before_optimizer(self) -> float:
         return self.coordinator.before_optimizer() if self.coordinator is not None else 0.0
 
-    def stepping(
-        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
-    ) -> AbstractContextManager[None]:
+    def stepping(self, iteration: int, passed: StepJournal) -> AbstractContextManager[None]:
         """As `Session.stepping`."""
-        return self.survivor.stepping(iteration, loss, num_tokens) if self.survivor is not None else nullcontext()
+        return self.survivor.stepping(iteration, passed) if self.survivor is not None else nullcontext()
 
     def on_state_consistent(self, iteration: int, journal: StepJournal) -> None:
         """As `Session.on_state_consistent`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat, SupportsInt
+from typing import TYPE_CHECKING
 
 from ..resharding.store import PreviousWindow
 from ..types import StepJournal
@@ -113,15 +113,12 @@ class Session:
         """Wait for copies of what the optimizer's step changes; returns the seconds that it took."""
         return 0.0
 
-    def stepping(
-        self, iteration: int, loss: SupportsFloat | None, num_tokens: SupportsInt | None
-    ) -> AbstractContextManager[None]:
+    def stepping(self, iteration: int, passed: StepJournal) -> AbstractContextManager[None]:
         """A block for the optimizer's step and what belongs to it.
 
         Args:
             iteration: Whose step it is.
-            loss: Of the iteration, where it is known.
-            num_tokens: As in `StepJournal`.
+            passed: What its passes tell, without how the step comes out.
         """
         return nullcontext()
 
