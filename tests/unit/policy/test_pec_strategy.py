@@ -84,6 +84,20 @@ def test_snapshots_after_the_full_one_take_experts_as_the_sequential_selection_o
             position = next_position(position, k, 8)
 
 
+def test_layers_are_those_of_the_ranks_of_a_stage_where_a_pipeline_is_cut_unevenly() -> None:
+    """With fewer layers than chunks of the model, since the embedding and the loss have chunks of their own."""
+    job = job_of(replace(PEC, pec_k_snapshot=2), Topology(4, pp=2, vpp=4, ep=2), layers=6)
+    stages = ((1, 2, 4), (3, 5))
+    experts = [[expert(layer, index) for layer in stages[rank // 2] for index in range(8)] for rank in (0, 2)]
+    owned = {rank: dict.fromkeys(some, OperatorSize(10, 2)) for rank, some in zip((0, 2), experts, strict=True)}
+    pec = Pec(replace(job, sizes=owned))
+    step(pec, 1, counts=[[1] * 8] * 5)
+    for iteration in range(2, 6):
+        at = 2 * (iteration - 2)
+        wanted = {one for layers in stages for one in sequential_selection(layers, 8, 2, at, ep=2)}
+        assert experts_of(step(pec, iteration, counts=[[1] * 8] * 5)) == wanted
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
 def test_all_experts_are_in_any_full_turn_of_snapshots(k: int) -> None:
     pec = Pec(job_of(replace(PEC, pec_k_snapshot=k)))

@@ -45,7 +45,16 @@ def expert_pieces(
 
 
 def moe_layers_of_stages(job: Job) -> list[list[int]]:
-    """The layers with experts of each pipeline stage."""
+    """The layers with experts of each pipeline stage.
+
+    They are those that its ranks own: a pipeline may be cut in uneven pieces, and embedding and loss count in some as
+    layers. Where nobody has said what ranks own, each stage has as many layers.
+    """
+    if job.sizes:
+        stages: list[set[int]] = [set() for _ in range(job.topology.pp)]
+        for rank, own in job.sizes.items():
+            stages[job.topology.stage(rank)].update(operator.layer for operator in own if operator.is_expert)
+        return [sorted(layers) for layers in stages]
     heads = [operator.layer for operator in job.operators if operator.kind is OperatorKind.HEAD]
     num_layers = heads[0] if heads else 1 + job.operators[-1].layer
     moe = set(job.moe_layers)
