@@ -60,8 +60,8 @@ class Recorder:
         self.iteration, self.calls, self.state = 0, [], named.get("state")
         made.append(self)
 
-    def resume(self, load: Any, newest: int, *, asked_for: bool) -> int:
-        self.calls.append(("resume", load is not None, newest, asked_for))
+    def resume(self, load: Any, newest: int, *, asked_for: bool, in_part: bool) -> int:
+        self.calls.append(("resume", load is not None, newest, asked_for, in_part))
         return 0
 
     @contextlib.contextmanager
@@ -112,14 +112,15 @@ def test_each_call_of_pretrain_keeps_what_is_its_own(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("checkpoint", "asked"),
     [
-        (Section(), (False, -1, False)),
-        (Section(load="there"), (True, 6, False)),
-        (Section(load="there", ckpt_step=4), (True, 4, True)),
-        (Section(load="there", finetune=True), (True, 6, True)),
+        (Section(load_optim=True), (False, -1, False, False)),
+        (Section(load="there", load_optim=True), (True, 6, False, False)),
+        (Section(load="there", load_optim=True, ckpt_step=4), (True, 4, True, False)),
+        (Section(load="there", load_optim=True, finetune=True), (True, 6, True, True)),
+        (Section(load="there", load_optim=False), (True, 6, False, True)),
     ],
 )
 def test_what_bridge_would_load_is_offered(
-    checkpoint: Section, asked: tuple[bool, int, bool], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Section, asked: tuple[bool, int, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
     bridge.protected(loads, FULL)(config=configuration(checkpoint=checkpoint), forward_step=lambda: None)

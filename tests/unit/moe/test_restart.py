@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
 
@@ -19,10 +20,18 @@ def restart(plan: RecoveryPlan, *older: object) -> tuple[Restart, list[str]]:
     recovery = SimpleNamespace(look=lambda: plan, plan=None, is_own=True, diverged=(), discard=lambda: None)
     recovery.restore_through = lambda _: did.append("loaded")
     own: Any = SimpleNamespace(timelines=lambda: older, discard=lambda: None)
-    state = SimpleNamespace(refresh=lambda: None, restorer=None)
+    state = SimpleNamespace(refresh=lambda: None, restorer=None, clear_counters=lambda: None)
     found: Any = Restart(recovery, own, None, state, *[None] * 4, renew_strategy=lambda: None)
     found.carry_out = lambda: did.append("restored") or True
     return found, did
+
+
+def request_of(**given: Any) -> Any:
+    """A start with a checkpoint of iteration 4."""
+    return SimpleNamespace(
+        **{"load": lambda: 4, "newest": 4, "asked_for": False, "run_again": None, "in_part": False, "survivors": 0}
+        | given
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,6 +50,46 @@ def test_a_whole_checkpoint_beats_snapshots_of_another_layout_that_lose_tokens_o
     plan = RecoveryPlan(target, Scope.GLOBAL, (), (), lost_tokens=lost)
     own, did = restart(plan, *older)
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
-    request: Any = SimpleNamespace(load=lambda: 4, newest=4, asked_for=False, run_again=None, survivors=0)
-    own.restore(trainer, request)
+    own.restore(trainer, request_of())
     assert did == [began]
+
+
+def damaged(target: int) -> tuple[Restart, list[str]]:
+    """One whose copies all prove damaged as they are read: live state is NaN by then."""
+    own, did = restart(RecoveryPlan(target, Scope.GLOBAL, (), ()))
+    own.carry_out = lambda: did.append("poisoned")  # type: ignore[assignment, method-assign, return-value]
+    return own, did
+
+
+def test_behind_damaged_copies_training_begins_from_a_whole_checkpoint() -> None:
+    own, did = damaged(7)
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    own.restore(trainer, request_of())
+    assert did == ["poisoned", "loaded"] and trainer.iteration == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"asked_for": True, "in_part": True},  # --finetune
+        {"in_part": True},  # --no-load-optim
+        {"load": lambda: 0, "newest": -1},  # a folder that has no checkpoint yet
+        {"load": lambda: 0, "newest": 0},  # a released model
+    ],
+)
+def test_behind_damaged_copies_nothing_is_loaded_that_leaves_a_part_of_the_state_as_it_is(
+    given: dict[str, Any],
+) -> None:
+    own, did = damaged(7)
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    with pytest.raises(UsageError, match=r"damaged or lost.* without --finetune and --no-load-optim"):
+        own.restore(trainer, request_of(**given))
+    assert did == ["poisoned"]
+
+
+def test_nor_is_it_where_the_checkpoint_proved_older_than_the_damaged_copies() -> None:
+    own, did = damaged(4)
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    with pytest.raises(UsageError, match="damaged or lost"):
+        own.restore(trainer, request_of(load=lambda: 2, newest=6, in_part=True))
+    assert did == ["loaded", "poisoned"]

@@ -95,6 +95,13 @@ def test_a_graph_of_whole_iterations_has_passes_in_it_and_no_call_of_protection(
     assert said == f"begin data rejoin {ITERATION} {CAPTURED} {REPLAYED} finish"
 
 
+@pytest.mark.parametrize("flag", ["", "finetune", "no_load_optim"])
+def test_of_a_checkpoint_some_flags_load_a_part(flag: str) -> None:
+    manager = Manager([])
+    train(arguments(load="somewhere", **({flag: True} if flag else {})), manager)
+    assert manager.loads_in_part is bool(flag)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_a_process_that_stays_captures_whole_iterations_again_together_with_a_new_one() -> None:
     """A new process runs its first iteration eagerly, and captures the second behind a barrier of all ranks."""

@@ -171,7 +171,8 @@ class BridgeCheckpointManager:
             return int(iteration)
 
         newest, asked_for = _newest_dense(cfg, self._dense)
-        manager.resume(None if newest is None else load_dense, -1 if newest is None else newest, asked_for=asked_for)
+        load, in_part = None if newest is None else load_dense, cfg.checkpoint.finetune or not cfg.checkpoint.load_optim
+        manager.resume(load, -1 if newest is None else newest, asked_for=asked_for, in_part=bool(in_part))
         if manager.iteration > 0 and not loaded:
             self._random = random_states()
             update_num_microbatches(state.train_state.consumed_train_samples)

@@ -170,6 +170,7 @@ class MoECheckpointManager(Iterations):
         *,
         asked_for: bool = False,
         run_again: RunAgain | None = None,
+        in_part: bool = False,
     ) -> int:
         """Bring model, optimizer, scheduler, random states and the loop's state to where training continues.
 
@@ -184,6 +185,8 @@ class MoECheckpointManager(Iterations):
             run_again: Loads the state after a sparse window that another parallel layout left, and that has to be run
                 again there; a collective that returns its iteration. The second argument copies what that layout left
                 to a folder. Without it such windows are refused.
+            in_part: Whether `load` leaves some of the state as it is, as without the optimizer's: then it does not
+                replace copies that prove damaged.
 
         Returns:
             The iteration after which training stands. With `sparse` it may be one from which iterations are run again.
@@ -196,7 +199,7 @@ class MoECheckpointManager(Iterations):
         run_again = None if asked_for else run_again
         own_heartbeat().loads()
         try:
-            request = Request(load, newest, asked_for, run_again, own_build().survivors)
+            request = Request(load, newest, asked_for, run_again, in_part, own_build().survivors)
             self._session.restore(self._trainer, request)
         except BaseException as error:
             self.abandon()

@@ -133,7 +133,7 @@ class SurvivorBuffers:
 
 @dataclass
 class _Progress:
-    """The newest whole iteration, how it came out, the newest reported one, and what the passes of the next one tell."""
+    """The newest whole iteration, how it came out, the newest reported one, and what passes of the next one tell."""
 
     iteration: int = -1
     journal: StepJournal = field(default_factory=StepJournal)

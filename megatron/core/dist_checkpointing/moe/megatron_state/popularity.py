@@ -31,10 +31,10 @@ class TokenCounter:
     """Counts tokens by the forward passes of this rank's routers, on the device, until `take`.
 
     A token counts once for each expert that it was routed to and not dropped; padding does not count. In a layer that
-    runs for several depths (`--mtp-use-repeated-layer`) it counts as the mean over these, rounded up. Only passes that will be followed by a
-    backward pass count: neither evaluation nor the first of the two passes of recomputed activations. Where routers run
-    in CUDA graphs hooks are called at the capture only; the sums that they add are captured, and each replay adds its
-    own to the same tensors.
+    runs for several depths (`--mtp-use-repeated-layer`) it counts as the mean over these, rounded up. Only passes that
+    will be followed by a backward pass count: neither evaluation nor the first of the two passes of recomputed
+    activations. Where routers run in CUDA graphs hooks are called at the capture only; the sums that they add are
+    captured, and each replay adds its own to the same tensors.
 
     Args:
         chunks: The model chunks of this rank.

@@ -77,9 +77,8 @@ class Restart:
         recovery, load, older = self.recovery, request.load, -1
         plan = self.look()
         if plan is not None and (recovery.is_own if request.asked_for else self._leads_beyond(request.newest, plan)):
-            if self._is_restored(trainer):
+            if self._is_restored(trainer, request):
                 return
-            self._refuse_after_damage(request)
         elif plan is not None and not request.asked_for:
             older = plan.target
         if request.survivors:
@@ -127,10 +126,11 @@ class Restart:
             self._todo = result
         return result
 
-    def _is_restored(self, trainer: LiveTrainerState) -> bool:
+    def _is_restored(self, trainer: LiveTrainerState, request: Request) -> bool:
         """Whether what was planned could be restored; else nothing is left of what live state was."""
         if self.carry_out() is None:
             self.state.clear_counters()  # what routers count has no place in a checkpoint that is loaded
+            self._refuse_after_damage(request)
             return False
         # Kernels of a GPU and of a CPU differ, so a replay would say in its first iteration that it diverged.
         if self.repeats_steps and trainer.of_another_device and not self.config.replay_tolerance:
@@ -176,7 +176,7 @@ class Restart:
             "newest intact state: snapshot of iteration %d (checkpoints up to %d are not usable)",
             older, request.newest,
         )  # fmt: skip
-        if self._is_restored(trainer):
+        if self._is_restored(trainer, request):
             return False
         trainer.iteration = load()
         self._refresh()
@@ -215,10 +215,12 @@ class Restart:
 
     def _refuse_after_damage(self, request: Request) -> None:
         self._refuse_to_begin_again(request)
-        if request.load is None and not request.survivors:
+        # What is not loaded now, such as moments with --finetune or all of it at iteration 0, stays NaN.
+        if (request.load is None or request.newest < 1 or request.in_part) and not request.survivors:
             raise UsageError(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
-                " give --load with an older checkpoint, or remove them to begin at iteration 0"
+                " give --load with a checkpoint of this training, without --finetune and --no-load-optim, or remove"
+                " the copies to begin as at the first start"
             )
 
     def _refuse_to_begin_again(self, request: Request) -> None:

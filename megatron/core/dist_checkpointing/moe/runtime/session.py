@@ -28,13 +28,15 @@ type RunAgain = Callable[[PreviousWindow, Callable[[Path], None]], int]
 class Request:
     """Where training may begin, if not from a snapshot: the arguments of `MoECheckpointManager.resume`.
 
-    survivors: how many ranks have kept their processes, and can load nothing.
+    in_part: whether `load` leaves some of the state as it is. survivors: how many ranks have kept their processes, and
+    can load nothing.
     """
 
     load: Callable[[], int] | None = None
     newest: int = -1
     asked_for: bool = False
     run_again: RunAgain | None = None
+    in_part: bool = False
     survivors: int = 0
 
 

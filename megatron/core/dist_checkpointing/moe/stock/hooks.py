@@ -239,8 +239,9 @@ class Hooks:
 
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         load_newest = None if load is None else functools.partial(load_with, load)
+        where = {"asked_for": asked_for, "run_again": run_again, "in_part": bool(args.finetune or args.no_load_optim)}
         try:
-            iteration = manager.resume(load_newest, newest, asked_for=asked_for, run_again=run_again)
+            iteration = manager.resume(load_newest, newest, **where)
         except UsageError as error:
             if not (changed := self._changed(state.recorded_flags)):
                 raise
