@@ -405,6 +405,23 @@ def test_with_k_of_all_experts_nothing_is_lost_though_a_node_goes(
 
 
 @pytest.mark.ci
+def test_a_job_that_begins_from_a_checkpoint_goes_on_counting_what_faults_have_cost(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = (*PEC, "--train-iters", 12, "--lr-decay-iters", 12, "--save", tmp_path / "saved")
+    left = (*run, "--exit-interval", 10, "--metrics-jsonl", tmp_path / "left", *injected(["1@8:start"]))
+    cluster.run(TWO, *left, nodes=replace(IN_TURN, layout=TWO, lost=()).nodes)
+    for memory in cluster.memory.iterdir():
+        shutil.rmtree(memory)
+    cluster.run(TWO, *run, "--load", tmp_path / "saved", "--metrics-jsonl", tmp_path / "later")
+    *_, last = reports_in(tmp_path / "left")
+    later = reports_in(tmp_path / "later")
+    assert [report["iteration"] for report in later] == [11, 12]
+    assert last["lost_tokens"]["plt"] > 0
+    assert {report["lost_tokens"]["plt"] for report in later} == {last["lost_tokens"]["plt"]}
+
+
+@pytest.mark.ci
 def test_adaptive_snapshots_have_the_experts_that_there_is_time_for_and_storage_as_many_as_it_takes(
     cluster: Cluster, tmp_path: Path
 ) -> None:

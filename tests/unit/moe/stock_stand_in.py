@@ -266,6 +266,10 @@ class Manager:
         self.loss, self.stall_s, self.repeats_steps = None, 0.0, replays > 0
         self._recorded = {"evaluated_iteration": found, "iteration": found} | (recorded or {})
         self.state: Any = None
+        self.lost_tokens: tuple[int, ...] | None = None
+
+    def lost_before(self, lost_tokens: Any) -> None:
+        self.lost_tokens = lost_tokens
 
     def __call__(self, model: Any, optimizer: Any, scheduler: Any, config: Any, *, state: Any, **_sizes: Any) -> Any:
         self.state = state

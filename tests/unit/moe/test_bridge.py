@@ -64,6 +64,9 @@ class Recorder:
         self.calls.append(("resume", load is not None, newest, asked_for, in_part))
         return 0
 
+    def lost_before(self, lost_tokens: Any) -> None:
+        assert lost_tokens is None
+
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -34,6 +34,19 @@ def test_nothing_happens_in_it_but_the_loading_of_a_checkpoint() -> None:
     with session.stepping(8, StepJournal()):
         assert session.before_optimizer() == 0.0
     assert session.report() is None and session.communicator is None
+
+
+@pytest.mark.parametrize(("given", "counted"), [((4, 0), True), (None, False), ((4,), False)])
+def test_the_count_of_lost_tokens_continues_or_its_new_beginning_is_said(
+    given: tuple[int, ...] | None, counted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for a checkpoint of an earlier release, or of a model with other layers."""
+    session = Mock(lost_tokens=(0, 0), _rank=0)
+    ProtectedSession.lost_before(session, 7, given)
+    assert session.strategy.lost_before.call_args_list == [call(7, given)] * counted
+    assert [line.split(":")[0] for line in caplog.messages] == ["lost tokens are counted from iteration 7 on"] * (
+        not counted
+    )
 
 
 def test_what_another_layout_left_is_served_for_as_long_as_a_recovery_may_pause(

@@ -16,6 +16,7 @@ from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import release
 from megatron.core.dist_checkpointing.moe.replay.patches import graphs_off
+from megatron.core.dist_checkpointing.moe.stock.dense import StockSaves
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
 
@@ -100,6 +101,22 @@ def test_of_a_checkpoint_some_flags_load_a_part(flag: str) -> None:
     manager = Manager([])
     train(arguments(load="somewhere", **({flag: True} if flag else {})), manager)
     assert manager.loads_in_part is bool(flag)
+
+
+@pytest.mark.parametrize("before", [[3, 0, 5], None])
+def test_a_checkpoint_has_the_count_of_tokens_that_faults_cost_and_hands_it_on(
+    before: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(saves: StockSaves, _: object) -> tuple[int, int]:
+        saves.recorded_args = SimpleNamespace(**({} if before is None else {"tokens_lost_in_faults": before}))
+        return 1, 0
+
+    monkeypatch.setattr(StockSaves, "load", load)
+    manager, args = Manager([]), arguments(load="somewhere", save="somewhere")
+    train(args, manager)
+    assert manager.lost_tokens == before
+    assert getattr(args, "tokens_lost_in_faults", None) == before
+    assert "save" in manager.calls or "saved" in manager.calls
 
 
 @pytest.mark.usefixtures("graphs")

@@ -13,6 +13,7 @@ from strategy_cases import TOKENS, World, job_of
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
 from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
 from megatron.core.dist_checkpointing.moe.strategies import Job, Throughput
@@ -316,6 +317,19 @@ def test_with_a_threshold_no_sequence_of_faults_costs_more(name: str) -> None:
                 used = max(used, lost)
     assert raised
     assert used > Fraction(2, 100)
+
+
+def test_what_was_lost_before_a_dense_checkpoint_counts_up_to_the_threshold() -> None:
+    config = replace(PEC, plt_threshold=0.05)
+    pecs = [Pec(job_of(config, iterations=40)) for _ in range(2)]
+    most = TOKENS * 40 * 2 // 20
+    pecs[1].lost_before(20, (most,) * 3)
+    assert pecs[1].report().lost_tokens == (most,) * 3 and pecs[1].plt == 0.05
+    for pec in pecs:
+        step(pec, 21)
+        step(pec, 22)
+    assert [pec.k for pec in pecs] == [1, 8], "nothing more may be lost"
+    assert TokenLedger.from_data(pecs[1].to_data()["ledger"]).recovered(22, 20, {}).lost_tokens == (most,) * 3
 
 
 @pytest.mark.parametrize(("k_persist", "is_raised"), [(1, True), (4, False)])

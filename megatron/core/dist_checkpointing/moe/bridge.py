@@ -176,6 +176,8 @@ class BridgeCheckpointManager:
         if manager.iteration > 0 and not loaded:
             self._random = random_states()
             update_num_microbatches(state.train_state.consumed_train_samples)
+        if loaded:
+            manager.lost_before(None)  # Bridge's checkpoints have no place for it
         self._manager = manager
         self._run.protect(manager)
 

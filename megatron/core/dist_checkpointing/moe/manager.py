@@ -208,6 +208,14 @@ class MoECheckpointManager(Iterations):
         self.restored()
         return self.iteration
 
+    def lost_before(self, lost_tokens: Sequence[int] | None) -> None:
+        """Continue the count of lost tokens; between `resume`, which has loaded a dense checkpoint, and `begin`.
+
+        Args:
+            lost_tokens: `lost_tokens` as the checkpoint was saved; None: not known, then the count begins here.
+        """
+        self._session.lost_before(self.iteration, lost_tokens)
+
     @contextlib.contextmanager
     def run(self) -> Iterator[MoECheckpointManager]:
         """A block around training that ends well or is left with an error, which it lets through.
@@ -298,6 +306,11 @@ class MoECheckpointManager(Iterations):
     def repeats_steps(self) -> bool:
         """Whether any rank runs iterations again, which have to be shaped as they were; the same on all ranks."""
         return self._session.repeats_steps
+
+    @property
+    def lost_tokens(self) -> tuple[int, ...] | None:
+        """What faults have cost so far, by MoE layer, for a dense checkpoint; None where they can cost nothing."""
+        return self._session.lost_tokens
 
     @property
     def communicator(self) -> BoundaryCommunicator | None:

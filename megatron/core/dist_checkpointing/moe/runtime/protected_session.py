@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -256,6 +256,21 @@ class ProtectedSession(Session):
     def restore(self, trainer: Any, request: Request) -> None:
         """As `Session.restore`."""
         self.restart.restore(trainer, request)
+
+    @property
+    def lost_tokens(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        report = self.strategy.report()
+        return None if report is None else report.lost_tokens
+
+    def lost_before(self, iteration: int, lost_tokens: Sequence[int] | None) -> None:
+        """As `Session.lost_before`."""
+        known = self.lost_tokens
+        if known is None or iteration < 1:
+            return
+        if lost_tokens is not None and len(lost_tokens) == len(known):
+            self.strategy.lost_before(iteration, lost_tokens)
+        elif self._rank == 0:
+            log.warning("lost tokens are counted from iteration %d on: the checkpoint has no earlier count", iteration)
 
     def begin(self, iteration: int) -> None:
         if not self.restart.prepare(iteration):

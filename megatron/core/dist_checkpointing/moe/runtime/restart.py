@@ -215,7 +215,7 @@ class Restart:
 
     def _refuse_after_damage(self, request: Request) -> None:
         self._refuse_to_begin_again(request)
-        # What is not loaded now, such as moments with --finetune or all of it at iteration 0, stays NaN.
+        # State that is not loaded now, such as moments with --finetune or all of it at iteration 0, stays NaN.
         if (request.load is None or request.newest < 1 or request.in_part) and not request.survivors:
             raise UsageError(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"

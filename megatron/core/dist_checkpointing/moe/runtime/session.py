@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ class Session:
         replays_alone: Whether it does so while other stages of the pipeline wait.
         repeats_steps: Whether any rank runs iterations, or steps, again; the same on all.
         episode: The timeline of the recovery that training continues from.
+        lost_tokens: What faults have cost so far, by MoE layer; None where they can cost nothing.
         unreported: How the iteration of the recovered state came out, where this rank has not written down its numbers.
     """
 
@@ -66,6 +67,7 @@ class Session:
     communicator: BoundaryCommunicator | None = None
     links: PeerLinks | None = None
     episode: RecoveryTimeline | None = None
+    lost_tokens: tuple[int, ...] | None = None
     unreported: StepJournal | None = None
     job_id = ""
 
@@ -81,6 +83,9 @@ class Session:
         """
         if request.load is not None:
             trainer.iteration = request.load()
+
+    def lost_before(self, iteration: int, lost_tokens: Sequence[int] | None) -> None:
+        """As `MoECheckpointManager.lost_before`, of a checkpoint of `iteration`."""
 
     def begin(self, iteration: int) -> None:
         """Protect training, which stands after `iteration`, or make ready for what comes before `rejoin`."""

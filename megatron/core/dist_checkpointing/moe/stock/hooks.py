@@ -68,6 +68,8 @@ log = logging.getLogger(__name__)
 
 Manager = Any
 MakeManager = Callable[..., Manager]
+_LOST = "tokens_lost_in_faults"
+"""In the `args` of a checkpoint, by MoE layer."""
 
 
 class Hooks:
@@ -141,7 +143,7 @@ class Hooks:
             "post_training_step_callbacks": self._post_training_step_callbacks,
             "checkpoint_and_decide_exit": self._checkpoint_and_decide_exit,
             "save_checkpoint_and_time": self._save_checkpoint_and_time,
-            "save_checkpoint": lambda call: self._saves.save(call),
+            "save_checkpoint": self._save_checkpoint,
             "enable_forward_pre_hook": self._enable_forward_pre_hook,
             "update_pg_timeout": self._update_pg_timeout,
             "logical_and_across_model_parallel_group": self._reduce,
@@ -252,6 +254,8 @@ class Hooks:
             self._say("from iteration %d on, flags are others than before: %s", iteration + 1, changed)
         if self._recover_only:
             self._require_recovered(manager)
+        if loaded:
+            manager.lost_before(getattr(self._saves.recorded_args, _LOST, None))
         self._manager, self._quiet = manager, SuppressedEffects(self._loop, manager)
         if optimizer is not None:  # as with --skip-train
             allocate_step_counts(optimizer)
@@ -440,6 +444,11 @@ class Hooks:
         if replayed and not manager.is_replaying and call["iteration"] >= self._args.train_iters:
             self._join()  # the loop begins no further iteration, and takes away what a replay put off
         return should_exit or makes_way
+
+    def _save_checkpoint(self, call: Call) -> Any:
+        if (lost := self._manager.lost_tokens) is not None:
+            setattr(self._args, _LOST, [*lost])
+        return self._saves.save(call)
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:
         if self._manager.is_replaying:

@@ -345,6 +345,15 @@ class Strategy(ABC):
         """
         return
 
+    def lost_before(self, iteration: int, lost_tokens: Sequence[int]) -> None:
+        """Training begins from a dense checkpoint, up to which faults have cost tokens.
+
+        Args:
+            iteration: That of the checkpoint.
+            lost_tokens: By MoE layer.
+        """
+        return
+
     def on_commit(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
         """What was under way at a level has ended.
 

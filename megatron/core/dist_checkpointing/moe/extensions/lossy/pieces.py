@@ -47,8 +47,8 @@ def expert_pieces(
 def moe_layers_of_stages(job: Job) -> list[list[int]]:
     """The layers with experts of each pipeline stage.
 
-    They are those that its ranks own: a pipeline may be cut in uneven pieces, and embedding and loss count in some as
-    layers. Where nobody has said what ranks own, each stage has as many layers.
+    Its ranks own them: a pipeline may be cut in uneven pieces, and embedding and loss count in some as layers. Where
+    sizes are not known, each stage has as many layers.
     """
     if job.sizes:
         stages: list[set[int]] = [set() for _ in range(job.topology.pp)]

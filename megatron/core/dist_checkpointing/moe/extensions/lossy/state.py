@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...types import Level, OperatorId, RecoveryPlan, Tier, expert
-from .ledger import TWO_LEVELS, Saved, TokenLedger
+from .ledger import TWO_LEVELS, LossRecord, Saved, TokenLedger
 
 Experts = frozenset[OperatorId]
 Captures = Mapping[Level, Mapping[OperatorId, tuple[Saved, ...]]]
@@ -63,6 +63,19 @@ class LossyState:
         """All experts."""
         return frozenset(expert(layer, index) for layer in self.layers for index in range(self.num_experts))
 
+    def begun(self, iteration: int, lost_tokens: Sequence[int] = ()) -> LossyState:
+        """Whose count of tokens begins.
+
+        Args:
+            iteration: After which it does.
+            lost_tokens: What faults had cost by then, by MoE layer.
+        """
+        ledger = TokenLedger.started(
+            self.layers, self.num_experts, iteration, kept_points=self.kept_points, levels=self.levels
+        )
+        before = (LossRecord(iteration, iteration, tuple(lost_tokens)),) if any(lost_tokens) else ()
+        return replace(self, ledger=replace(ledger, losses=before))
+
     def planned(self, flight: Flight) -> LossyState:
         """With one more snapshot under way."""
         taken = (*self.taken, flight.iteration)[-_COUNTED:]
@@ -80,11 +93,8 @@ class LossyState:
             iteration: The iteration that was trained.
             counts: Tokens by MoE layer and expert.
         """
-        ledger = self.ledger
-        if ledger is None:
-            ledger = TokenLedger.started(
-                self.layers, self.num_experts, iteration - 1, kept_points=self.kept_points, levels=self.levels
-            )
+        ledger = self.ledger or self.begun(iteration - 1).ledger
+        assert ledger is not None
         ledger = ledger.advance(iteration, counts)
         flight = next((one for one in self.flights if one.iteration == iteration), None)
         if flight is None:

@@ -79,6 +79,10 @@ class Lossy(Strategy):
         """As `Strategy.on_token_counts`."""
         self._state = self._state.on_token_counts(iteration, counts)
 
+    def lost_before(self, iteration: int, lost_tokens: Sequence[int]) -> None:
+        """As `Strategy.lost_before`."""
+        self._state = self._state.begun(iteration, lost_tokens)
+
     def on_commit(self, plan: SnapshotPlan, level: Level, ok: bool) -> None:
         """As `Strategy.on_commit`."""
         self._state = self._state.on_commit(plan.iteration, level, ok)
