@@ -50,7 +50,7 @@ def router() -> TopKRouter:
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
             self.layer_number, self.weight = 1, torch.nn.Parameter(torch.zeros(1, device="cuda"))
-            self.config = SimpleNamespace(num_moe_experts=4)
+            self.config = SimpleNamespace(num_moe_experts=4, moe_pad_expert_input_to_capacity=False)
 
         def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return tokens, tokens > 0
