@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEADING = """# Commands
 
 Made by `python tools/command_reference.py` from the help texts of the commands; change them there. Each command also
-takes `--help`. All exit with 0 if all is well, 1 if what they examined is not, and 2 if they were called wrongly (`verify`
-also with 3); an error is one line that says what was found, where, and what to do.
+takes `--help`. All exit with 0 if all is well, 1 if what they examined is not, and 2 if they were called wrongly
+(`verify` also with 3); an error is one line that says what was found, where, and what to do.
 """
 
 
