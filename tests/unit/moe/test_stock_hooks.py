@@ -13,7 +13,7 @@ import torch
 from stock_stand_in import Manager, Optimizer, arguments, one_rank, stand_in
 
 from megatron.core import full_cuda_graph
-from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure, UsageError
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import release
 from megatron.core.dist_checkpointing.moe.replay.patches import graphs_off
 from megatron.core.dist_checkpointing.moe.stock.dense import StockSaves
@@ -31,7 +31,7 @@ def train(args: Any, manager: Manager | None = None, removed: str | None = None,
     hooks = Hooks(loop, "0.19.2", manager)
     wrapped = dict(hooks.by_name()) | ({removed: Call.go_on} if removed else {})
     installing = installed(loop, wrapped, "0.19.2", is_on=hooks.is_on)
-    with one_rank(), contextlib.suppress(SystemExit), hooks, installing:
+    with one_rank(), contextlib.suppress(SystemExit, CheckpointFailure), hooks, installing:
         loop.pretrain()
     return " ".join(loop.calls)
 

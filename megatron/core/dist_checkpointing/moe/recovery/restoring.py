@@ -210,7 +210,7 @@ class RestoreTask:
         """Operators that are still frozen in the next iteration have compute weights only."""
         if self._refused:
             raise RefusedCopies(self._refused)
-        self._ports.restorer.keep(kept.segment.frozen[kept.iteration - kept.segment.base])
+        self._ports.restorer.keep(self._frozen_first())
         self._ports.trainer.restore(kept.scalars, {name: memoryview(data) for name, data in kept.tensors.items()})
 
     def _fill(self, wanted: Sequence[tuple[SnapshotRequest, Reader]]) -> None:
@@ -240,11 +240,17 @@ class RestoreTask:
 
     def missing(self) -> str:
         """What of the base this rank lacks, for people; empty if nothing."""
-        segment = segment_of(self._plan, self._rank, self._topology)
-        lacking = self._ports.restorer.missing(segment.frozen[0] if segment and segment.frozen else ())
+        lacking = self._ports.restorer.missing(self._frozen_first())
         if self.having("trainer", self._base) is None:
             lacking = lacking or f"no snapshot of iteration {self._base} has this rank's random states"
         return lacking
+
+    def _frozen_first(self) -> Collection[OperatorId]:
+        """In the first iteration that is run again, or the next one of a replay that continues."""
+        if self._resumed is not None:
+            return self._resumed.segment.frozen[self._resumed.iteration - self._resumed.segment.base]
+        segment = segment_of(self._plan, self._rank, self._topology)
+        return segment.frozen[0] if segment and segment.frozen else ()
 
     def replay(
         self,
