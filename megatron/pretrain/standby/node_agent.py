@@ -11,6 +11,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.utils.store import barrier
 
+from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER, this_launcher
 from megatron.pretrain.processes import has_verdict
 from megatron.pretrain.standby.meeting import NodeRankAgreement, WorkersStore
 
@@ -64,7 +65,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, Any]]) -> None:
         for environment in envs.values():  # that workers are about to get
-            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHER: this_launcher()}
         super()._setup_local_watchdog(envs=envs)
 
     def _exit_barrier(self) -> None:

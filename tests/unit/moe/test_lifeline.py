@@ -12,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER as VARIABLE
+from megatron.core.dist_checkpointing.moe.standby.slot import this_launcher
+from megatron.pretrain.standby.node_agent import NodeAgent
+
 ROOT = Path(__file__).resolve().parents[3]
 LONG_S = 60.0
 
@@ -40,6 +44,21 @@ LAUNCHER = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 time.sleep(600)
+"""
+OUR_LAUNCHER = """
+import os, subprocess, sys, time
+from moe_ckpt.megatron_core import skip_megatron_core
+skip_megatron_core()
+from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER, this_launcher
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, LAUNCHER: this_launcher()})
+time.sleep(600)
+"""
+WAITS = """
+import os, time
+launcher = os.getppid()
+print(os.getpid(), flush=True)
+while os.getppid() == launcher:
+    time.sleep(0.02)
 """
 TRAINER = """
 import time, torch
@@ -77,9 +96,13 @@ def all_are_gone(processes: list[psutil.Process], within_s: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("launched", [True, False], ids=["under a launcher", "without one"])
-def test_a_rank_and_what_it_has_forked_end_with_its_launcher(launched: bool) -> None:
-    launcher = run(LAUNCHER, RANK, RANK="7", **({"TORCHELASTIC_RUN_ID": "job"} if launched else {}))
+@pytest.mark.parametrize(
+    ("of", "launched"),
+    [(LAUNCHER, True), (OUR_LAUNCHER, True), (LAUNCHER, False)],
+    ids=["under torchrun", "under ours", "without one"],
+)
+def test_a_rank_and_what_it_has_forked_end_with_its_launcher(of: str, launched: bool) -> None:
+    launcher = run(of, RANK, RANK="7", **({"TORCHELASTIC_RUN_ID": "job"} if launched else {}))
     assert launcher.stdout is not None
     rank, fork, is_alive = launcher.stdout.readline().split()
     assert is_alive == "True", "a fork of another thread does not end with that thread"
@@ -93,6 +116,25 @@ def test_a_rank_and_what_it_has_forked_end_with_its_launcher(launched: bool) -> 
                 process.kill()
     said = launcher.communicate()[1]
     assert said.count("rank 7: the launcher of this rank has ended, so it ends too") == int(launched), said
+
+
+def test_a_rank_of_ours_ends_whose_launcher_was_killed_before_it_could_look() -> None:
+    launcher = run(OUR_LAUNCHER, WAITS + RANK, RANK="7", TORCHELASTIC_RUN_ID="job")
+    assert launcher.stdout is not None
+    rank = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    gone = all_are_gone([rank], LONG_S)
+    if not gone:
+        rank.kill()
+    said = launcher.communicate()[1]
+    assert gone
+    assert "rank 7: the launcher of this rank has ended, so it ends too" in said, said
+
+
+def test_our_agents_name_themselves_to_their_ranks() -> None:
+    agent, environments = object.__new__(NodeAgent), {0: dict[str, str]()}
+    agent._setup_local_watchdog(environments)
+    assert environments[0][VARIABLE] == this_launcher()
 
 
 @pytest.mark.ci

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..boot_clock import since_boot_s, started
+from ..boot_clock import is_there, machine, since_boot_s, started
 from ..errors import PeerLost
 from .heartbeat import own_heartbeat
 
@@ -140,6 +140,8 @@ def copied(descriptor: int) -> Channel | None:
 
 LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Environment variable of processes that torchrun has started, or a launcher made of it."""
+LAUNCHER = "MOE_CKPT_LAUNCHER"
+"""Environment variable in which our launchers name themselves to ranks: the parent of an orphan is another process."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -149,8 +151,23 @@ _LIBC = ctypes.CDLL(None)
 def end_with_launcher() -> None:
     """From here on this process ends at once when the launcher that started it does, if one did; so do its forks."""
     if LAUNCHED in os.environ:
-        end_with_parent(f"rank {os.environ.get('RANK', '?')}: the launcher of this rank has ended, so it ends too")
+        last_words = f"rank {os.environ.get('RANK', '?')}: the launcher of this rank has ended, so it ends too"
+        end_with_parent(last_words)
+        if _is_orphan():  # since before the parent was looked at
+            _end(last_words)
         _end_forks_with_this_process()
+
+
+def this_launcher() -> str:
+    """This process, for `LAUNCHER` of its ranks."""
+    return f"{machine()} {os.getpid()} {started(os.getpid())}"
+
+
+def _is_orphan() -> bool:
+    """Whether the launcher that named itself has ended; one outside this container cannot be seen. Not by the process
+    number of the parent: a launcher may be process 1, which adopts orphans."""
+    where, *process = os.environ.pop(LAUNCHER, "-").split()  # what this process starts has another launcher
+    return where == machine() and not is_there((int(process[0]), int(process[1])))
 
 
 def end_with_parent(last_words: str = "") -> None:
@@ -166,6 +183,10 @@ def _watch(parent: int, life: int, last_words: str) -> None:
     end.register(life, select.POLLIN)
     if os.getppid() == parent:
         end.poll()
+    _end(last_words)
+
+
+def _end(last_words: str) -> None:
     if last_words:
         with suppress(OSError):
             os.write(2, f"{last_words}\n".encode())
