@@ -281,9 +281,11 @@ def check_health(command: str, timeout_s: float) -> None:
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         raise NodeExcluded(f"its health check did not end within {timeout_s:g} s: {command}") from None
+    finally:
+        if process.returncode is None:  # also where a signal ends this launcher
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if code:
         raise NodeExcluded(f"its health check ended with exit code {code}: {command}")
 

@@ -206,7 +206,29 @@ def test_a_health_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: P
     with pytest.raises(NodeExcluded, match=r"did not end within 0\.5 s"):
         check_health(f"trap '' TERM; sleep 60 & echo $! > {tmp_path}/pid; wait", 0.5)
     assert time.monotonic() - begun_s < 20
-    child = Path(f"/proc/{int((tmp_path / 'pid').read_text())}")
+    assert_gone(tmp_path / "pid")
+
+
+def test_a_health_check_ends_with_the_launcher_that_is_told_to_end(tmp_path: Path) -> None:
+    class Told(Exception):
+        pass
+
+    def end(number: int, frame: object) -> None:
+        raise Told
+
+    before = signal.signal(signal.SIGUSR1, end)
+    check = f"echo $$ > {tmp_path}/pid; kill -USR1 {os.getpid()}; sleep 60"
+    try:
+        with pytest.raises(Told):
+            check_health(check, 60.0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert_gone(tmp_path / "pid")
+
+
+def assert_gone(pid: Path) -> None:
+    """The process whose number stands there has ended."""
+    child, begun_s = Path(f"/proc/{int(pid.read_text())}"), time.monotonic()
     with contextlib.suppress(OSError):  # it is gone
         while "Z" not in (child / "stat").read_text().split()[2]:
             assert time.monotonic() - begun_s < 20
