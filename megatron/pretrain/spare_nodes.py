@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psutil
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousTimeoutError,
@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 UNITS_S = 30.0
 """How long nodes wait at the first start of a job for others to make their units whole."""
+LOOK_S = 1.0
+"""How often a node that trains nothing any more looks whether the job has ended."""
+SPARES_LOOK_S = 3.0
+"""Until when each spare has seen that: they look once a second."""
 
 
 class SpareNotNeeded(Exception):
@@ -209,6 +213,43 @@ class SpareHandler(NodesHandler):
             )
         return waiting
 
+    def keep_store(self, why: str) -> None:
+        """This node leaves the job, and its ranks have ended; where it has the store of all nodes, it waits until the
+        job has ended, or no other node was there for as long as nodes wait for each other. why: it leaves, in a line.
+        """
+        if self._settings.max_nodes == 1 or not self._has_store:
+            return
+        self._stop_heartbeats()
+        log.warning(
+            "%s; its ranks have ended, but it has the rendezvous store, so it exits when the job ends: for an exit at"
+            " once give --rdzv-endpoint a host that is no node of the job", why,
+        )  # fmt: skip
+        wait_s, seen_s = self._settings.timeout.join.total_seconds(), time.monotonic()
+        while not self.is_closed() and time.monotonic() < seen_s + wait_s:
+            if self._state_holder.state.last_heartbeats.keys() - {self._this_node}:
+                seen_s = time.monotonic()
+            time.sleep(LOOK_S)
+        self._let_spares_look()
+
+    def shutdown(self) -> bool:
+        """As `DynamicRendezvousHandler.shutdown`, and spares see it before a store that is here is gone."""
+        is_closed: bool = super().shutdown()
+        self._let_spares_look()
+        return is_closed
+
+    def _let_spares_look(self) -> None:
+        state = self._state_holder.state
+        if (state.redundancy_list | state.wait_list) - {self._this_node} and self._has_store:
+            time.sleep(SPARES_LOOK_S)
+
+    @property
+    def _has_store(self) -> bool:
+        """Whether the store is in this process, by who listens at its port: torch decides it by names of hosts, and by
+        who came first."""
+        port, own = getattr(self._store, "port", 0), os.getpid()
+        listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+        return any(one.pid == own and one.laddr.port == port for one in listening)
+
     def next_rendezvous(self) -> RendezvousInfo:
         """As `NodesHandler.next_rendezvous`.
 
@@ -226,12 +267,6 @@ class SpareHandler(NodesHandler):
             except RendezvousClosedError as error:
                 if self._trained and not (self._executor.was_redundant or self._is_full):
                     raise
-                raise SpareNotNeeded from error
-            except RendezvousConnectionError as error:
-                # The node with the store may leave before this one has seen that the job has ended.
-                if not self._executor.was_redundant:
-                    raise
-                log.warning("rendezvous store gone: spare node exits")
                 raise SpareNotNeeded from error
             except RendezvousTimeoutError:
                 if not self._trains_without_this_node:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from world import HANG_TIMEOUT_S, free_port
 
+from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
 
+RUN = [sys.executable, "-m", "megatron.pretrain.standby.run", "--nproc-per-node=1"]
 READ_TIMEOUT_S = 3
 
 
@@ -123,9 +126,32 @@ def test_a_cut_that_is_longer_than_the_read_timeout_costs_no_job(port: int, meet
 def test_a_launcher_whose_port_is_taken_says_so_in_one_line(how: str) -> None:
     with socket.create_server(("", 0), backlog=8) as taken:
         there = (how % taken.getsockname()[1]).split()
-        command = [sys.executable, "-m", "megatron.pretrain.standby.run", "--nproc-per-node=1", *there, __file__]
+        command = [*RUN, *there, __file__]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("moe-ckpt-run: error: no rendezvous at "))
     assert "address already in use" in line or "is taken: another process listens there" in line
+
+
+@pytest.mark.ci
+def test_a_node_that_is_excluded_and_has_the_store_keeps_it_until_the_job_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("import time; time.sleep(1)")
+    meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=kept-store"
+    with contextlib.ExitStack() as stack:
+
+        def start(*options: str) -> subprocess.Popen[str]:
+            command = [*RUN, *meeting.split(), *options, str(tmp_path / "worker.py")]
+            node = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            stack.callback(node.kill)
+            return node
+
+        sick = start("--moe-ckpt-health-check=false")
+        assert sick.stderr is not None
+        said = next((line for line in sick.stderr if "leaves the job" in line), "")
+        assert "it has the rendezvous store, so it exits when the job ends" in said
+        others = start(), start()
+        ends = [node.communicate(timeout=HANG_TIMEOUT_S)[1] for node in others]
+        assert [node.returncode for node in others] == [0, 0], ends
+        sick.communicate(timeout=HANG_TIMEOUT_S)
+        assert sick.returncode == NODE_LEAVES

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     stacks_signal,
 )
 from megatron.pretrain.processes import node_name
+from megatron.pretrain.spare_nodes import SpareHandler
 from megatron.pretrain.standby.agent import StandbyAgent
 from megatron.pretrain.standby.health_check import SILENT_S, FailureCounter, HungRanks, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
@@ -86,6 +87,11 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         """As torch's; its `_shutdown` is called at each restart too."""
         try:
             result: RunResult = super().run(*arguments, **options)
+        except NodeExcluded as error:
+            handler = self._worker_group.spec.rdzv_handler
+            if isinstance(handler, SpareHandler):
+                handler.keep_store(str(error))
+            raise
         finally:
             shutil.rmtree(self._beats, ignore_errors=True)
         return result

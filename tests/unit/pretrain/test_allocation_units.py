@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -259,6 +264,21 @@ def test_what_is_left_of_a_unit_waits_for_the_rest_for_as_long_as_an_elastic_job
     monkeypatch.setattr(NodesHandler, "next_rendezvous", meet)
     with pytest.raises(SpareNotNeeded):  # not the failure of a node that trained: the job has ended without it
         handler.next_rendezvous()
+
+
+def test_a_spare_whose_store_is_gone_does_not_know_that_it_is_not_needed(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, others = half_unit_of_an_elastic_job(play, monkeypatch)
+    assert set(play([*others, waits], 1)) == {"b1", "b2"}
+
+    def meet(_: object) -> None:
+        play([waits], 1)
+        raise RendezvousConnectionError
+
+    monkeypatch.setattr(NodesHandler, "next_rendezvous", meet)
+    with pytest.raises(RendezvousConnectionError):
+        handler_of(waits).next_rendezvous()
 
 
 def test_a_job_that_cannot_meet_again_ends_with_the_failure_of_a_node_that_trained(
