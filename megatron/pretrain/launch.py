@@ -32,7 +32,7 @@ from megatron.pretrain.device import wants_engine_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
 from megatron.pretrain.old_flags import refuse_old_flags
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, verdict_of_ranks
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 
@@ -60,12 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check_flags(options)
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
-        verdict = Path(folder) / "verdict"
-        os.environ[VERDICT_FILE] = str(verdict)
-        code = _run_nodes(options)
-        # Workers that leave a verdict end with 0; one of an attempt that failed in another way does not count.
-        return int(verdict.read_text()) if code == 0 and verdict.exists() else code
+    return _run_nodes(options)
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -163,8 +158,10 @@ def _run_agent(options: argparse.Namespace) -> int:
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
     try:
-        with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)), _patient(options.nnodes):
+        own = own_agents(options.moe_ckpt_standbys, HealthOptions.of(options))
+        with verdict_of_ranks() as verdict, own, _patient(options.nnodes):
             elastic_launch(config, sys.executable)("-u", options.script, *options.flags)
+            return verdict()
     except NodeExcluded as error:
         sys.stderr.write(f"{error}\n")
         return NODE_LEAVES if options.nnodes.most > 1 else 1
@@ -187,7 +184,6 @@ def _run_agent(options: argparse.Namespace) -> int:
             f" meet, in vain: {type(error).__name__}: {error or 'another node has ended the job'}\n"
         )
         return 1
-    return 0
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import gc
 import logging
+import os
 import sys
 import time
 import traceback
@@ -75,7 +76,13 @@ def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
         argv: The flags.
         work: The work, given the place of this process in the job.
     """
-    launch = Launch.from_environment()
+    try:
+        with driver_errors():
+            launch = Launch.from_environment()
+    except InvalidInput as error:  # nothing is logged yet: one line for each node
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
+        return final_exit_code(error.exit_code)
     configure_logging(launch)
     sys.argv = [sys.argv[0], *_flags_of_engine(), *argv]  # where Megatron-LM looks for them
     try:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, end_processes_with, has_verdict
+from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, end_processes_with
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ def run_nodes(command: Sequence[str], nodes: Nodes, *, run_id: str, patience_s: 
         run_id: of the job; its workers are found by it.
 
     Returns:
-        0, the exit code of an agent that failed, or 128 + N when signal N ended this process. Also 0 once an agent has
-        ended well whose ranks left a verdict (`VERDICT_FILE`): no other node can continue then, whatever it says.
+        0, the exit code of the agent that failed first, or 128 + N when signal N ended this process. That of an agent
+        whose ranks found flags or inputs that cannot work, if there is one: the others failed for that.
     """
     agents = _Agents(command, nodes, run_id)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,18 +83,18 @@ def run_nodes(command: Sequence[str], nodes: Nodes, *, run_id: str, patience_s: 
             agents.send(number)
     if agents.stopped_by:
         return 128 + agents.stopped_by
-    return 0 if agents.has_verdict else agents.failure
+    return agents.failure
 
 
 class _Agents:
-    """The agents that run. failure: the exit code of the first that failed for good. has_verdict: one has ended with a
-    verdict. stopped_by: the signal that ended all."""
+    """The agents that run. failure: the exit code of the first that failed for good, or found invalid inputs.
+    stopped_by: the signal that ended all."""
 
     def __init__(self, command: Sequence[str], nodes: Nodes, run_id: str) -> None:
         self._command, self._run_id, self._nodes = command, run_id, nodes
         self._most, self._due_s = nodes.most + nodes.spares, list[float]()
         self._started = self.failure = self.stopped_by = 0
-        self._failed_at_s, self.has_verdict = 0.0, False
+        self._failed_at_s = 0.0
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         for _ in range(nodes.most):
             self._start()
@@ -132,12 +133,10 @@ class _Agents:
             elif is_lost and len(self.running) >= self._nodes.least and not self._is_over:
                 left = len(self.running)
                 log.warning("%s lost; continuing with %d of %d nodes", name, left, self._nodes.most)
-            elif code == 0 and has_verdict() and not self.has_verdict:
-                self.has_verdict, self._failed_at_s = True, time.monotonic()
-            elif code and not self.failure:
+            elif code and (not self.failure or code == InvalidInput.exit_code):
                 if is_lost and not self.stopped_by:
                     log.error("%s lost; no nodes left of %d", name, self._most)
-                self.failure, self._failed_at_s = max(code, 1), time.monotonic()
+                self.failure, self._failed_at_s = max(code, 1), self._failed_at_s or time.monotonic()
 
         while self._due_s and self._due_s[0] <= time.monotonic():
             self._due_s.pop(0)

@@ -7,8 +7,9 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,24 @@ NODE_LEAVES = 75
 def node_name() -> str:
     """Of this node, as the job knows it."""
     return os.environ.get(NODE_NAME) or os.uname().nodename
+
+
+@contextlib.contextmanager
+def verdict_of_ranks() -> Iterator[Callable[[], int]]:
+    """In this block ranks can leave a verdict (`VERDICT_FILE`); gives a function for it, which is 0 where none did."""
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
+        file = Path(folder) / "verdict"
+        os.environ[VERDICT_FILE] = str(file)
+        try:
+            yield lambda: int(file.read_text()) if file.exists() else 0
+        finally:
+            del os.environ[VERDICT_FILE]
+
+
+def forget_verdict() -> None:
+    """Ranks are started again, since others of this launcher have failed: that of the attempt before does not count."""
+    if has_verdict():
+        Path(os.environ[VERDICT_FILE]).unlink()
 
 
 def has_verdict() -> bool:

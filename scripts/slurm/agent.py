@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import run
 
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, VERDICT_FILE
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, verdict_of_ranks
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
 from megatron.pretrain.standby.health_options import HealthOptions
@@ -80,13 +78,11 @@ def _lead(argv: Sequence[str]) -> int:
     register_backend(_Handler)
     # Torchrun would put a handler of its own in the place of ours once it starts ranks.
     options = parse_options([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-agent-") as folder:
-        verdict = Path(folder) / "verdict"
-        os.environ[VERDICT_FILE] = str(verdict)
+    with verdict_of_ranks() as verdict:
         try:
             with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
                 run(options)
-            code = int(verdict.read_text()) if verdict.exists() else 0
+            code = verdict()
         except SpareNotNeeded:
             return 0
         except NodeExcluded as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from world import HANG_TIMEOUT_S, ROOT
 
-from megatron.pretrain.processes import VERDICT_FILE, kill_processes_with, processes_with
+from megatron.pretrain.processes import kill_processes_with, processes_with
 
 PATIENCE_S = 3.0
 RUN_NODES = """
@@ -50,7 +50,7 @@ class Nodes:
         arguments = ["2", str(spares), str(PATIENCE_S), self.run_id]
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN_NODES, *arguments, *command],
-            cwd=ROOT, env=os.environ | {VERDICT_FILE: str(folder / "verdict")}, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def pid(self, name: str) -> int:
@@ -135,23 +135,42 @@ def test_the_exit_code_is_that_of_the_agent_that_failed(folder: Path) -> None:
 def test_once_a_node_has_ended_with_a_verdict_the_others_are_ended_too_whatever_they_say(folder: Path) -> None:
     nodes = Nodes(folder, spares=1)
     nodes.pid("node-1")
-    (folder / "verdict").write_text("2")
-    nodes.ends("node-0", 0)
+    nodes.ends("node-0", 2)
     code, said = nodes.wait()
-    assert code == 0, said
+    assert code == 2, said
     assert "node-1 did not exit 3 s after the job failed; told to end" in said
 
 
-def test_a_node_that_fails_after_a_verdict_does_not_change_it(folder: Path) -> None:
+@pytest.mark.parametrize("codes", [(2, 1), (1, 2)], ids=["after", "before"])
+def test_a_node_that_fails_after_or_before_a_verdict_does_not_change_it(folder: Path, codes: tuple[int, int]) -> None:
     nodes = Nodes(folder, spares=1)
     agent = nodes.pid("node-0")
     nodes.pid("node-1")
-    (folder / "verdict").write_text("2")
-    nodes.ends("node-0", 0)
+    nodes.ends("node-0", codes[0])
     while Path(f"/proc/{agent}").exists():  # until the launcher has seen its end
         time.sleep(0.02)
-    nodes.ends("node-1", 1)
-    assert nodes.wait()[0] == 0
+    nodes.ends("node-1", codes[1])
+    assert nodes.wait()[0] == 2
+
+
+VERDICT_OF_THE_FIRST_ATTEMPT = """
+import os, pathlib, sys, time
+verdict = pathlib.Path(os.environ["MOE_CKPT_LAUNCH_VERDICT"])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "0":
+        verdict.write_text("2")
+        sys.exit(0)
+    while not verdict.exists():
+        time.sleep(0.02)
+    sys.exit(1)
+"""
+
+
+def test_a_verdict_of_an_attempt_that_is_repeated_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(VERDICT_OF_THE_FIRST_ATTEMPT)
+    command = [sys.executable, "-m", "megatron.pretrain.launch", "--nproc-per-node=2", str(tmp_path / "worker.py")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_signal_ends_all_nodes_and_none_is_replaced(folder: Path) -> None:

@@ -203,6 +203,20 @@ def test_no_destructor_of_torch_changes_the_exit_code_of_moe_ckpt_run(worker: st
     assert ("ChildFailedError" in ended.stderr) == bool(code)
 
 
+@pytest.mark.ci
+def test_invalid_input_ends_moe_ckpt_run_in_one_line_without_a_restart(tmp_path: Path) -> None:
+    worker = "import sys; from megatron.pretrain.loop import in_worker; sys.exit(in_worker([], print))"
+    (tmp_path / "worker.py").write_text(worker)
+    command = [sys.executable, "-m", "megatron.pretrain.standby.run", "--nproc-per-node=1", "--max-restarts=1"]
+    ended = subprocess.run(
+        [*command, str(tmp_path / "worker.py")], cwd=ROOT, env=os.environ | {"MOE_CKPT_PATIENCE_S": "60s"},
+        capture_output=True, text=True, timeout=HANG_TIMEOUT_S,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("MOE_CKPT_PATIENCE_S 60s must be a positive number of seconds\n") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("wrong", [["--tee", "3"], pytest.param(["--redirects", "1"], marks=pytest.mark.full)])
 def test_what_torchrun_does_at_the_start_of_a_rank_is_refused_with_standbys(wrong: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron.pretrain.standby.run", "--moe-ckpt-standbys", "1", *wrong, str(WORKER)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 if __name__ == "__main__":
-    verdict = Path(os.environ["MOE_CKPT_LAUNCH_VERDICT"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if os.environ["RANK"] == "0":
-        verdict.write_text("2")
+        Path(os.environ["MOE_CKPT_LAUNCH_VERDICT"]).write_text("2")
+        store.set("left", "")
         sys.exit(0)
-    while not verdict.exists():
-        time.sleep(0.02)
+    store.wait(["left"])
     sys.exit(1)

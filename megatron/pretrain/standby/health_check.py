@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, HeartbeatReading
+from megatron.pretrain.errors import InvalidInput
 
 GRACE = 0.5
 """How much longer than the timeout processes may stand that all run: what they wait for may be ended elsewhere."""
@@ -48,7 +49,7 @@ def is_to_blame(exit_code: int, beat: HeartbeatReading | None, told_to_end: int)
     """Whether a process that ended did so by a fault of its own, or of its node.
 
     One that ended by a signal that nobody but the system sends did; one that left with an error where it did not say
-    that it had lost a peer; of one that says nothing at all it is not known.
+    that it had lost a peer; of one that says nothing at all it is not known. Invalid flags and inputs are no node's.
 
     Args:
         exit_code: Of the process; negative where a signal ended it.
@@ -57,7 +58,7 @@ def is_to_blame(exit_code: int, beat: HeartbeatReading | None, told_to_end: int)
     """
     if exit_code < 0:
         return exit_code != -told_to_end
-    return exit_code != 0 and beat is not None and beat.doing is not Activity.LOST_A_PEER
+    return exit_code not in (0, InvalidInput.exit_code) and beat is not None and beat.doing is not Activity.LOST_A_PEER
 
 
 class HungRanks(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.utils.store import barrier
 
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER, this_launcher
-from megatron.pretrain.processes import has_verdict
+from megatron.pretrain.processes import forget_verdict, has_verdict
 from megatron.pretrain.standby.meeting import NodeRankAgreement, WorkersStore
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class NodeAgent(LocalElasticAgent):
     _starts = 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        forget_verdict()
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 super()._rendezvous(worker_group)

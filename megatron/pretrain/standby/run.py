@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from megatron.pretrain.allocation_units import add_unit_flags, export_unit
 from megatron.pretrain.exit_noise import end_at_once_when_interrupted, end_with, outlive_readers
-from megatron.pretrain.processes import NODE_LEAVES
+from megatron.pretrain.processes import NODE_LEAVES, verdict_of_ranks
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
@@ -57,10 +57,11 @@ def _run(argv: Sequence[str] | None) -> int:
         register_backend(SpareHandler)
         options.rdzv_backend = BACKEND
     try:
-        with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
+        with verdict_of_ranks() as verdict, own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
             record(run)(options)
+            return verdict()
     except SpareNotNeeded:
-        pass  # a spare whose job has ended
+        return 0  # a spare whose job has ended
     except (DistNetworkError, TrainingFailure) as error:  # such as a port that is taken
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         reason, _, _ = str(error).partition("\n")
@@ -72,7 +73,6 @@ def _run(argv: Sequence[str] | None) -> int:
     except SignalException as stop:
         sys.stderr.write(f"moe-ckpt-run: stopped by signal {stop.sigval.name}\n")
         return 128 + int(stop.sigval)
-    return 0
 
 
 RESTARTS = 20

@@ -102,6 +102,7 @@ def test_strikes_are_out_exactly_when_enough_failures_lie_within_the_time(
         (1, Activity.LOST_A_PEER, False),
         (1, None, False),
         (0, Activity.LEFT, False),
+        (2, Activity.STARTING, False),  # invalid flags, on all nodes
     ],
 )
 def test_a_node_is_blamed_for_what_went_wrong_on_it_and_not_for_a_lost_peer(
