@@ -135,6 +135,17 @@ def test_a_launcher_whose_port_is_taken_says_so_in_one_line(how: str) -> None:
 
 
 @pytest.mark.ci
+def test_nodes_that_wait_in_vain_for_another_are_ended_in_one_line() -> None:
+    meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-conf=join_timeout=1"
+    command = [*RUN, *meeting.split(), __file__]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_TIMEOUT_S, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "moe-ckpt-run: error: no rendezvous at localhost:" in ended.stderr
+    assert ": too few nodes came in time" in ended.stderr
+
+
+@pytest.mark.ci
 def test_a_node_that_is_excluded_and_has_the_store_keeps_it_until_the_job_has_ended(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("import time; time.sleep(1)")
     meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=kept-store"

@@ -42,10 +42,11 @@ def _run(argv: Sequence[str] | None) -> int:
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
     from megatron.pretrain.errors import TrainingFailure
-    from megatron.pretrain.rendezvous import BACKEND, register_backend
+    from megatron.pretrain.rendezvous import BACKEND, reason_of, register_backend
     from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
@@ -62,9 +63,10 @@ def _run(argv: Sequence[str] | None) -> int:
             return verdict()
     except SpareNotNeeded:
         return 0  # a spare whose job has ended
-    except (DistNetworkError, TrainingFailure) as error:  # such as a port that is taken
+    except (DistNetworkError, RendezvousError, TrainingFailure) as error:  # a port that is taken, a node that is late
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-        reason, _, _ = str(error).partition("\n")
+        said = reason_of(error) if isinstance(error, RendezvousError) else str(error).partition("\n")[0]
+        reason = _VAIN.get(type(error).__name__, said)
         sys.stderr.write(f"moe-ckpt-run: error: no rendezvous at {where}: {reason}\n")
         return 1
     except NodeExcluded as error:
@@ -73,6 +75,13 @@ def _run(argv: Sequence[str] | None) -> int:
     except SignalException as stop:
         sys.stderr.write(f"moe-ckpt-run: stopped by signal {stop.sigval.name}\n")
         return 128 + int(stop.sigval)
+
+
+_VAIN = {
+    "RendezvousClosedError": "another node has ended the job",
+    "RendezvousTimeoutError": "too few nodes came in time (--rdzv-conf join_timeout=, last_call_timeout= in seconds)",
+}
+"""Errors of torch that have no words."""
 
 
 RESTARTS = 20
@@ -154,10 +163,14 @@ def refuse_what_cannot_start(options: argparse.Namespace) -> None:
     for read, name in ((parse_min_max_nnodes, "nnodes"), (determine_local_world_size, "nproc_per_node")):
         given = getattr(options, name)
         try:
-            if not given.isdecimal():
-                read(given)
+            found = read(given)
+            least, most = found if isinstance(found, tuple) else (found, found)
+            if not 1 <= least <= most:
+                raise ValueError("give 1 at least, and no MIN above MAX")
         except (ValueError, RuntimeError) as error:
             wrong = wrong or f"--{name.replace('_', '-')} {given}: {error}"
+    if options.max_restarts < 0:
+        wrong = wrong or f"--max-restarts {options.max_restarts}: give 0 at least"
     if wrong:
         sys.stderr.write(f"moe-ckpt-run: error: {wrong}\n")
         sys.exit(2)

@@ -187,6 +187,10 @@ def test_a_flag_of_the_script_that_stands_before_it_is_told_where_it_goes(capsys
         (["--nproc-per-node", "cuda", __file__], "--nproc-per-node cuda: "),
         (["--nnodes", "1:2:3", __file__], "--nnodes 1:2:3: "),
         (["--nnodes", "many", __file__], "--nnodes many: "),
+        (["--nnodes", "0", __file__], "--nnodes 0: give 1 at least"),
+        (["--nnodes", "2:1", __file__], "--nnodes 2:1: "),
+        (["--nproc-per-node", "0", __file__], "--nproc-per-node 0: give 1 at least"),
+        (["--max-restarts=-1", __file__], "--max-restarts -1: give 0 at least"),
     ],
 )
 def test_a_launch_that_no_rank_could_survive_is_refused_in_one_line(
