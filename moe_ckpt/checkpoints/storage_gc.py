@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, WrongSecret
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
@@ -250,6 +250,8 @@ def _unjudged(store: Store, torn: Torn) -> str:
         store.open(torn.snapshot).close()
     except NewerFormat:
         return "a later version of moe-ckpt wrote it"
+    except WrongSecret as error:
+        return f"it may be sound: {error}"
     except UnreadableCheckpoint as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
             return f"it could not be read now: {error}"

@@ -487,6 +487,26 @@ def test_what_a_later_version_wrote_stays(tmp_path: Path, monkeypatch: pytest.Mo
     assert reasons(plan, "window of rank 0") == "a later version of moe-ckpt wrote it"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(b"the secret of a job", None), (b"of one job", b"of another"), (None, b"the secret of a job")]
+)
+def test_what_another_secret_sealed_stays_and_all_that_it_may_need(
+    theirs: bytes | None, ours: bytes | None, tmp_path: Path
+) -> None:
+    try:
+        manifest.use_secret(theirs)
+        Made(job="another").window(tmp_path, 2)
+        manifest.use_secret(ours)
+        for last in (4, 6):
+            Made(((SECOND[0], 0),)).window(tmp_path, last)
+        plan = of_storage(tmp_path, keep_last=1)
+    finally:
+        manifest.use_secret(None)
+    assert not freed(plan)
+    assert reasons(plan, "window of rank 0 after iteration 2").startswith("it may be sound: ")
+    assert "no sealed snapshot is freed" in plan.notes[0]
+
+
 def test_object_stores_are_tidied_as_folders_are(tmp_path: Path) -> None:
     url = f"file://{tmp_path}"
     for last in (2, 4, 6):

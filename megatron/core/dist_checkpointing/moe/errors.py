@@ -56,6 +56,10 @@ class NewerFormat(UnreadableCheckpoint):
     """A checkpoint that a later version of this software wrote: not damaged, and not to be replaced."""
 
 
+class WrongSecret(UnreadableCheckpoint):
+    """A checkpoint that may be sound for a process with another secret, or without one."""
+
+
 class RecoveryImpossible(MoECheckpointError):
     """No set of intact copies leads to a state that all ranks can stand on.
 
