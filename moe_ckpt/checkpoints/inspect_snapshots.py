@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import LossRecord, TokenLedger
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import LossRecord
 from megatron.core.dist_checkpointing.moe.extensions.lossy.recovery import mlt, plt_moc, plt_pec
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
@@ -106,7 +105,7 @@ def _facts(survey: MemorySurvey, now_s: float) -> tuple[Fact, ...]:
         Fact("Torn", len(survey.torn), "count"),
         Fact("World size", newest.world_size or None, "count"),
         Fact("Layout", _layout(newest)),
-        Fact("Strategy", newest.facts.scalars.get("made_by")),
+        Fact("Strategy", newest.said.made_by),
         Fact("Job", newest.facts.job),
         Fact("Timeline", _timeline(newest)),
         Fact("Format", f"snapshot {FORMAT_VERSION}"),
@@ -146,7 +145,7 @@ def _tables(survey: MemorySurvey, now_s: float) -> tuple[Table, ...]:
     windows = []
     for state, is_left in survey.states:
         members = [by_snapshot[member.snapshot] for member in state.members]
-        counts = len(members), len(members) + len(state.lacking), _state(state, is_left), _copies(state, survey)
+        counts = len(members), len(members) + state.lacking, _state(state, is_left), _copies(state, survey)
         size, age_s = sum(member.nbytes for member in members), _age_s(members, now_s)
         span, kind = spans(set(state.span)), state.leading.snapshot.kind
         windows.append((span, kind, *counts, size, age_s, state.leading.facts.job))
@@ -197,8 +196,8 @@ def _flags(survey: MemorySurvey) -> Table:
     """The driver's flags with which the job was started, from the newest snapshot that has them."""
     words: list[str] = []
     for holding in sorted(survey.holdings, key=lambda held: (-held.snapshot.iteration, held.snapshot.rank)):
-        trainer = cast("Mapping[str, Any]", holding.stored.facts.scalars.get("trainer") or {})
-        words = list((trainer.get("command") or {}).get("flags", ()))
+        command = holding.stored.command
+        words = list(command.flags) if command else []
         if words:
             break
     rows: list[list[str]] = []
@@ -241,17 +240,16 @@ class Losses:
     """The faults of one timeline, oldest first. tokens: of the planned training; topk: of each token; 0: unknown."""
 
     records: tuple[LossRecord, ...]
-    tokens: int
-    topk: int
+    tokens: int | tuple[int, ...]
+    topk: int | tuple[int, ...]
 
     @classmethod
     def newest(cls, holdings: Iterable[SealedCopy]) -> Losses | None:
         """Of the newest snapshot that has them; None where no strategy counted tokens."""
         for held in sorted(holdings, key=lambda one: (-one.snapshot.iteration, one.snapshot.rank)):
-            remembered = cast("Mapping[str, Any]", held.stored.facts.scalars.get("strategy") or {})
-            if remembered.get("ledger"):
-                tokens, topk = remembered.get("planned", (0, 0))
-                return cls(TokenLedger.from_data(remembered["ledger"]).losses, tokens, topk)
+            remembered = held.stored.said.strategy
+            if remembered and remembered.ledger:
+                return cls(tuple(LossRecord(*row) for row in remembered.ledger.losses), *remembered.planned)
         return None
 
     def facts(self) -> tuple[Fact, ...]:
@@ -274,6 +272,7 @@ class Losses:
         return tuple(map(sum, zip(*(one.lost_tokens for one in self.records[:faults]), strict=True)))
 
     def _shares(self, lost: tuple[int, ...]) -> tuple[float | None, ...]:
-        if not self.tokens:
+        try:
+            return tuple(float(share(lost or (0,), self.tokens, self.topk)) for share in _SHARES.values())
+        except UsageError:
             return (None,) * len(_SHARES)
-        return tuple(float(share(lost or (0,), self.tokens, self.topk)) for share in _SHARES.values())

@@ -119,13 +119,14 @@ def _verified(slot: Slot, advance: Advance) -> _VerifiedSlot:
         try:
             with in_slot.open(snapshot) as reader:
                 manifest = reader.manifest
+            stored = StoredSnapshot.of(manifest)
             found = verify_records(in_slot, manifest, str(directory / manifest.segment), advance)
         except UnreadableCheckpoint as error:
             # A running job frees what it does not need any more.
             findings += [Finding(str(directory), str(error))] if _is_sealed(in_slot, snapshot) else []
             continue
         findings += found
-        intact += [] if found else [StoredSnapshot.of(manifest)]
+        intact += [] if found else [stored]
         records += len(manifest.records)
         nbytes += manifest.layout.nbytes
     checked = Checked(f"{directory.parent.name}/{directory.name}", "every record by its checksum", records, nbytes)

@@ -9,12 +9,11 @@ for a running job. All else on its timeline goes; what might be of another job o
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, WrongSecret
@@ -43,7 +42,7 @@ from .records import verify_records
 
 _KEEP_FLAG = "--moe-ckpt-persist-keep"
 
-_JobKind = tuple[dict[str, Json], Json]
+_JobKind = tuple[dict[str, Json], str | None]
 """Parallel layout and strategy: what a job can continue from is of the same."""
 
 
@@ -146,7 +145,7 @@ def _newest_of_ranks(here: Sequence[StoredSnapshot], found: RestorableState) -> 
 
 
 def _job_kind(stored: StoredSnapshot) -> _JobKind:
-    return dict(stored.facts.topology), stored.facts.scalars.get("made_by")
+    return dict(stored.facts.topology), stored.said.made_by
 
 
 def _is_intact(store: Store, stored: StoredSnapshot, advance: Advance) -> bool:
@@ -160,8 +159,7 @@ def _is_intact(store: Store, stored: StoredSnapshot, advance: Advance) -> bool:
 
 def _keep_last_of(leading: StoredSnapshot) -> int:
     """How many states the job itself kept, by the flags it was started with."""
-    trainer = cast("Mapping[str, Any]", leading.facts.scalars["trainer"])
-    flags = [str(flag) for flag in (trainer.get("command") or {}).get("flags", ())]
+    flags = leading.command.flags if leading.command else ()
     given = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{_KEEP_FLAG}=")]
     given += [value for flag, value in pairwise(flags) if flag == _KEEP_FLAG]
     return int(given[-1]) if given and given[-1].isdecimal() else MoECheckpointConfig.persist_keep

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage, belongs, newest_first
+from megatron.core.dist_checkpointing.moe.policy.lineage import MAX_ATTEMPTS, Lineage, belongs, newest_first
 from megatron.core.dist_checkpointing.moe.policy.tracking import kept_in_storage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Manifest, SnapshotId, Store
 from megatron.core.dist_checkpointing.moe.strategies import Piece
@@ -23,18 +25,78 @@ _Owned = dict[tuple[str, int], set[OperatorId]]
 """By layout and rank the operators of which it stored anything."""
 
 
+MOST_RANKS, MOST_ITERATIONS = 2**17, 2**16
+"""Of a job, and of one window: what says more is damaged, or made to keep a reader busy."""
+
+type _Count = Annotated[int, Meta(ge=0, le=2**62)]
+type _PerLayer = _Count | tuple[_Count, ...]
+
+
+class Command(Struct):
+    """The flags of the driver, as they were given in `folder`."""
+
+    flags: tuple[str, ...] = ()
+    folder: str = ""
+
+
+class _Trainer(Struct):
+    command: Command | None = None
+
+
+class _Ledger(Struct):
+    losses: tuple[tuple[int, int, tuple[_Count, ...]], ...] = ()
+
+
+class _Strategy(Struct):
+    ledger: _Ledger | None = None
+    planned: tuple[_PerLayer, _PerLayer] = (0, 0)  # tokens, and top-k
+
+    def __post_init__(self) -> None:
+        if self.ledger and len({len(lost) for _, _, lost in self.ledger.losses}) > 1:
+            raise ValueError("its faults lost tokens of different layers")
+
+
+class _Said(Struct):
+    """What readers of a manifest believe of its scalars."""
+
+    timeline: Annotated[tuple[tuple[str, int], ...], Meta(max_length=MAX_ATTEMPTS)] = ()
+    window: tuple[int, int] | None = None
+    operators: tuple[tuple[int, OperatorKind, int, Annotated[int, Meta(ge=0, le=15)]], ...] = ()
+    made_by: str | None = None
+    trainer: _Trainer | None = None
+    strategy: _Strategy | None = None
+
+    def __post_init__(self) -> None:
+        if self.window and not 0 <= self.window[1] - self.window[0] < MOST_ITERATIONS:
+            raise ValueError(f"no window has the iterations {self.window}")
+
+
+class _Topology(Struct):
+    world_size: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
+
+
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """One sealed snapshot: what its manifest says beside the records, and the bytes of these."""
+    """One sealed snapshot: what its manifest says beside the records, and the bytes of these.
+
+    world_size: ranks of the job that made it; 0 where its manifest does not say.
+    """
 
     snapshot: SnapshotId
     facts: Facts = field(repr=False)
     nbytes: int
+    said: _Said = field(repr=False)
+    world_size: int
 
     @classmethod
     def of(cls, manifest: Manifest) -> StoredSnapshot:
-        """What a manifest describes."""
-        return cls(manifest.snapshot, manifest.facts, manifest.layout.nbytes)
+        """What a manifest describes. Raises UnreadableCheckpoint for one that no job writes."""
+        facts = manifest.facts
+        try:
+            said, ranks = convert(facts.scalars, _Said), convert(facts.topology, _Topology).world_size
+        except ValidationError as error:
+            raise UnreadableCheckpoint(f"{manifest.snapshot}: no job writes such a manifest: {error}") from error
+        return cls(manifest.snapshot, facts, manifest.layout.nbytes, said, ranks)
 
     @property
     def name(self) -> tuple[int, str]:
@@ -44,20 +106,13 @@ class StoredSnapshot:
     @property
     def timeline(self) -> Lineage:
         """The attempts that led to it; empty where its manifest does not say."""
-        rows = cast("Sequence[tuple[str, int]]", self.facts.scalars.get("timeline", ()))
-        return tuple((name, after) for name, after in rows)
+        return self.said.timeline
 
     @property
     def span(self) -> range:
         """The iterations whose snapshots restore a state together with this one."""
-        alone = (self.snapshot.iteration, self.snapshot.iteration)
-        first, last = cast("Sequence[int]", self.facts.scalars.get("window", alone))
+        first, last = self.said.window or (self.snapshot.iteration, self.snapshot.iteration)
         return range(first, last + 1)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job that made it; 0 where its manifest does not say."""
-        return cast("int", self.facts.topology.get("world_size", 0))
 
     @property
     def layout(self) -> str:
@@ -72,21 +127,26 @@ class StoredSnapshot:
     @property
     def parts(self) -> dict[OperatorId, Part]:
         """What it holds of its rank's operators."""
-        rows = cast("Sequence[Sequence[Any]]", self.facts.scalars.get("operators", ()))
-        return {OperatorId(row[0], OperatorKind(row[1]), row[2]): Part(row[3]) for row in rows}
+        return {OperatorId(layer, kind, index): Part(part) for layer, kind, index, part in self.said.operators}
+
+    @property
+    def command(self) -> Command | None:
+        """How its job was started; None where its manifest does not say."""
+        return self.said.trainer.command if self.said.trainer else None
 
 
 @dataclass(frozen=True)
 class StoredState:
     """What all ranks stored of one window.
 
-    leading: one of its snapshots with the trainer's state. lacking: the (iteration, rank) of snapshots of that kind
-    that are missing, torn or of another timeline; a whole state lacks none.
+    leading: one of its snapshots with the trainer's state. lacking: how many snapshots of that kind are missing, torn
+    or of another timeline; a whole state lacks none. first_lacking: iteration and rank of the first one.
     """
 
     leading: StoredSnapshot
     members: tuple[StoredSnapshot, ...] = field(repr=False)
-    lacking: tuple[tuple[int, int], ...]
+    lacking: int
+    first_lacking: tuple[int, int] | None
 
     @property
     def span(self) -> range:
@@ -96,10 +156,10 @@ class StoredState:
     @property
     def missing(self) -> str:
         """The first snapshot that it lacks, and how many more; empty for a whole state."""
-        if not self.lacking:
+        if self.first_lacking is None:
             return ""
-        iteration, rank = self.lacking[0]
-        more = f" and {len(self.lacking) - 1} more" if len(self.lacking) > 1 else ""
+        iteration, rank = self.first_lacking
+        more = f" and {self.lacking - 1} more" if self.lacking > 1 else ""
         return f"rank {rank} after iteration {iteration}{more}"
 
     def __str__(self) -> str:
@@ -159,7 +219,7 @@ def states(snapshots: Sequence[StoredSnapshot]) -> tuple[StoredState, ...]:
         members.setdefault((seen.facts.job, seen.span), []).append(seen)
         if seen.leads:
             leading.setdefault((seen.facts.job, seen.span), seen)
-    found = [StoredState(lead, tuple(members[key]), _lacking(lead, members[key])) for key, lead in leading.items()]
+    found = [StoredState(lead, tuple(members[key]), *_lacking(lead, members[key])) for key, lead in leading.items()]
     return tuple(sorted(found, key=lambda state: (-state.span[-1], -state.span[0])))
 
 
@@ -299,8 +359,10 @@ def lone_pieces(snapshots: Sequence[StoredSnapshot]) -> Iterator[tuple[StoredSna
             yield first, min(lacking)
 
 
-def _lacking(leading: StoredSnapshot, members: Sequence[StoredSnapshot]) -> tuple[tuple[int, int], ...]:
-    kind = leading.snapshot.kind
+def _lacking(leading: StoredSnapshot, members: Sequence[StoredSnapshot]) -> tuple[int, tuple[int, int] | None]:
+    """How many snapshots are missing, and the first: their list would be as long as a manifest says."""
+    kind, ranks = leading.snapshot.kind, range(leading.world_size)
     there = {(seen.snapshot.iteration, seen.snapshot.rank) for seen in members if seen.snapshot.kind == kind}
-    wanted = ((iteration, rank) for iteration in leading.span for rank in range(leading.world_size))
-    return tuple(missing for missing in wanted if missing not in there)
+    wanted = ((iteration, rank) for iteration in leading.span for rank in ranks)
+    first = next((missing for missing in wanted if missing not in there), None)
+    return len(leading.span) * len(ranks) - sum(one in leading.span and rank in ranks for one, rank in there), first

@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -221,21 +221,20 @@ def newest(persist_dir: PersistDir) -> ConversionSource:
         problem = _why_none(next(left, None), persist_dir.store.snapshots())
         raise UnreadableCheckpoint(f"{place} has {problem}; is it a --moe-ckpt-persist-dir?")
     span, leading = found.state.span, found.state.leading
-    trainer = cast("Mapping[str, Any]", leading.facts.scalars["trainer"])
-    command = trainer.get("command")
+    command = leading.command
     if command is None:
         raise UsageError(f"{place}: the {leading.snapshot} does not say with which flags its job was started")
-    members, flags = tuple(stored.snapshot for stored in found.members), tuple(command["flags"])
-    return ConversionSource(members, span[0], span[-1], leading.world_size, flags, Path(command["folder"]))
+    members = tuple(stored.snapshot for stored in found.members)
+    return ConversionSource(members, span[0], span[-1], leading.world_size, command.flags, Path(command.folder))
 
 
 def _why_none(newest_state: StoredState | None, listed: Listing) -> str:
     """What storage has instead of a state that can be restored."""
     if newest_state is None:
         return f"nothing that is whole: {listed.torn[0].why}" if listed.torn else "no snapshots"
-    if not newest_state.lacking:
+    if newest_state.first_lacking is None:
         return f"no complete state: older snapshots with what {newest_state} needs are missing or torn on some ranks"
-    (iteration, rank), span = newest_state.lacking[0], newest_state.span
+    (iteration, rank), span = newest_state.first_lacking, newest_state.span
     return (
         f"no complete state: of iterations {span[0]} to {span[-1]} the snapshot of rank {rank} after"
         f" iteration {iteration} is missing or torn"

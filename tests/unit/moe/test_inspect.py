@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Manifest, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.manifest import checksum
+from megatron.core.dist_checkpointing.moe.storage.manifest import encode as encode_manifest
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, OperatorKind, Part, expert
@@ -240,6 +243,58 @@ def test_a_half_written_window_says_which_snapshot_it_lacks(data, tmp_path: Path
     assert (found["newest_whole_state"], found["protection"]) == (None, "none: no state is whole here")
     assert found["windows"][0]["state"] == "lacks rank 1 after iteration 5"
     assert "No state is whole here" in found["notes"][0]
+
+
+STRANGE: tuple[dict[str, Any], ...] = (
+    {"timeline": 5}, {"timeline": [[1, 2, 3]]}, {"timeline": [[5, "x"]]}, {"timeline": [["a", 0]] * 65},
+    {"window": "ab"}, {"window": [0, 10**12]}, {"window": [3, 2]}, {"operators": [[0, 9, 0, 6]]},
+    {"operators": [[0, 3, 0, 99]]}, {"made_by": 5}, {"trainer": "x"}, {"trainer": {"command": 5}},
+    {"trainer": {"command": {"flags": 5}}}, {"strategy": "x"}, {"strategy": {"ledger": 5}},
+    {"strategy": {"ledger": {"losses": [[2, 1, [5]], [3, 1, []]]}}}, {"strategy": {"ledger": {}, "planned": 5}},
+    {"world_size": "8"}, {"world_size": 10**12}, {"world_size": -1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_what_no_job_writes_into_a_manifest_costs_that_snapshot_and_not_the_command(
+    strange: dict[str, Any], output: Call, tmp_path: Path
+) -> None:
+    store, facts = FilesystemStore(tmp_path, 0), said(5, (5, 5))
+    window(store, 4, 4)
+    of_topology = {name: value for name, value in strange.items() if name == "world_size"}
+    said_beside = {**facts.scalars, **strange} if not of_topology else facts.scalars
+    put(store, SnapshotId(5, 0, "window"), Facts("job-7", "", {**facts.topology, **of_topology}, said_beside))
+    code, out, err = output("inspect", tmp_path)
+    assert (code, err) == (0, "") and "no job writes such a manifest" in out
+    code, out, err = output("verify", tmp_path)
+    assert code == 3 and "no job writes such a manifest" in out
+    assert output("gc", tmp_path)[0] == 0
+    assert output("diff", tmp_path, tmp_path)[0] == 0
+
+
+def test_a_segment_that_is_longer_than_memory_is_a_finding(output: Call, tmp_path: Path) -> None:
+    terabytes, snapshot = 4 << 40, SnapshotId(4, 0)
+    for name, fields, align in (
+        ("record", [Field("w", "uint8", (terabytes,))], 64),
+        ("padding", [Field("v", "uint8", (4,)), Field("w", "uint8", (4,))], terabytes),
+    ):
+        layout, folder = Layout.of(fields, align), tmp_path / name / snapshot.name
+        folder.mkdir(parents=True)
+        checksums = tuple(checksum(bytes(4)) for _ in fields)
+        made = Manifest(snapshot, said(4, (4, 4), ranks=1), "segment.bin", layout, checksums)
+        (folder / "manifest.json").write_bytes(encode_manifest(made))
+        (folder / "segment.bin").touch()
+        os.truncate(folder / "segment.bin", layout.nbytes)
+    assert output("verify", tmp_path / "padding")[0] == 0
+    code, out, _ = output("verify", tmp_path / "record")
+    assert code == 1 and "more than there is memory for" in out
+    code, _, err = output("inspect", tmp_path / "record", "--tensors", "*")
+    assert code == 1 and "more than there is memory for" in err
+    with (tmp_path / "padding" / snapshot.name / "segment.bin").open("r+b") as file:
+        file.seek(terabytes // 2)
+        file.write(b"x")
+    code, out, _ = output("verify", tmp_path / "padding")
+    assert code == 1 and "between records have changed" in out
 
 
 def test_a_window_that_the_job_went_back_behind_is_left(data, tmp_path: Path) -> None:

@@ -248,13 +248,12 @@ class FilesystemReader(SnapshotReader):
 
     def _bytes(self, record: Record) -> memoryview:
         # Read, not mapped: if another node truncates the file, a mapping would kill the process.
-        into = np.empty(record.nbytes, np.uint8).data
         try:
+            into = np.empty(record.nbytes, np.uint8).data
             found = read_up_to(self._system, self._descriptor, into, record.offset)
-        except OSError as error:
-            raise UnreadableCheckpoint(
-                f"{self._where}: record {record.key}: {error.strerror}; use another copy"
-            ) from error
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or f"{record.nbytes} bytes are more than there is memory for"
+            raise UnreadableCheckpoint(f"{self._where}: record {record.key}: {why}; use another copy") from error
         return into[:found].toreadonly()
 
     def _let_go(self) -> None:

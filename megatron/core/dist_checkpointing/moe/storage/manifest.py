@@ -145,9 +145,7 @@ def unsealed(key: str, content: bytes, name: str, unsigned: str) -> bytes | None
             f"{name}: it is sealed with the secret of its job: give that with --moe-ckpt-secret-file, or {SECRET_FILE}"
         )
     if not has_key and _Job.secret is not None:
-        raise WrongSecret(
-            f"{name}: it is not sealed with this job's secret, so anybody may have made it: {unsigned}"
-        )
+        raise WrongSecret(f"{name}: it is not sealed with this job's secret, so anybody may have made it: {unsigned}")
     body = content[len(sealed(key, b"")) - len(b"}\n") : -len(b"}\n")]
     return body if compare_digest(sealed(key, body), content) else None
 
