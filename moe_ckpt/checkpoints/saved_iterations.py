@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain, says_partial
-from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, read_tracker
+from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, published, read_tracker
 
 COMPLETE = "complete"
+LISTINGS = 8
+"""So often a folder is listed again for what a job has renamed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class SavedIteration:
 
 def saved_iterations(root: Path) -> tuple[SavedIteration, ...]:
     """All iterations in `root`, oldest first, half-written ones among them. Raises OSError."""
+    for _ in range(LISTINGS - 1):
+        with suppress(FileNotFoundError):  # a save renames folders, and removes others, meanwhile
+            return _listed(root)
+    return _listed(root)
+
+
+def _listed(root: Path) -> tuple[SavedIteration, ...]:
     tracker = tracked(root)
     found = []
     for path in sorted(root.iterdir()):
@@ -56,10 +66,15 @@ def saved_iteration(folder: Path, is_tracked: bool = False) -> SavedIteration:
         folder: The folder of the iteration, or of one that is being written.
         is_tracked: Whether the tracker of the `--save` folder names it.
     """
-    match = ITERATION.fullmatch(folder.name) or STAGED.fullmatch(folder.name)
+    named = published(folder)
+    match = ITERATION.fullmatch(named.name) or STAGED.fullmatch(named.name)
     iteration = int(match[1]) if match else None
-    stats = {entry.name: entry.stat() for entry in os.scandir(folder) if entry.is_file()}
-    state, needs = _state_of(folder, list(stats))
+    stats: dict[str, os.stat_result] = {}
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # a save renames or removes it meanwhile
+            if entry.is_file():
+                stats[entry.name] = entry.stat()
+    state, needs = _state_of(named, list(stats))
     written_s = max((stat.st_mtime for stat in stats.values()), default=folder.stat().st_mtime)
     nbytes = sum(stat.st_size for stat in stats.values())
     return SavedIteration(folder, iteration, nbytes, written_s, state, needs, is_tracked, integrity.NAME in stats)

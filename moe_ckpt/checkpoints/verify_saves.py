@@ -11,7 +11,7 @@ from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
 from moe_ckpt.dense.integrity import Advance
 from moe_ckpt.dense.merged import open_merged
-from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
+from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, published, read_tracker
 
 from .location import Checked, Finding, Verified
 
@@ -26,7 +26,7 @@ def verify_iteration(folder: Path, advance: Advance) -> Verified:
         folder: The folder of the iteration, in a `--save` folder.
         advance: Called with the number of bytes that were read since its last call.
     """
-    folder = folder.absolute()
+    folder = published(folder)
     checked = {path: _verified(path, advance) for path in _needed(folder)}
     broken = _broken_chain(folder, checked)
     is_whole = not broken and not any(result.findings for result in checked.values())

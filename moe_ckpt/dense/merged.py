@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 from .chain import MANIFEST, Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial
 from .dcp_metadata import Chunk
 from .dense import DenseCheckpoint, open_dense, resolve_iteration
+from .names import published
 
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>[\d.]+)_[\d.]+")
 
@@ -98,7 +99,7 @@ def open_merged(directory: Path | str) -> MergedCheckpoint | None:
     Raises:
         UnreadableCheckpoint: names what is missing and who needs it.
     """
-    directory = resolve_iteration(Path(directory)).absolute()
+    directory = published(resolve_iteration(Path(directory)))
     chain = read_chain(directory)
     if chain is None:
         if says_partial(directory):

@@ -93,6 +93,11 @@ def read_tracker(root: Path) -> str | None:
     return f"iter_{iteration:07d}"
 
 
+def published(folder: Path) -> Path:
+    """An iteration's folder under its name, which others that need it have beside it: where `.` or a link leads to."""
+    return folder.absolute() if ITERATION.fullmatch(folder.name) else folder.resolve()
+
+
 def condemned(folder: Path) -> Path:
     """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -137,6 +138,19 @@ def test_an_iteration_under_the_name_of_another_is_found(tmp_path: Path) -> None
     (root / "iter_0000012").rename(root / "iter_0000018")
     (line,) = found(root)
     assert "it holds iteration 12: it was renamed" in line
+
+
+@pytest.mark.parametrize("way", [".", "../latest", "../../link"])
+def test_an_iteration_is_whole_by_whatever_way_it_is_reached(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = verify_places.chained(tmp_path / "saved", 3)
+    (root / "latest").symlink_to("iter_0000036")
+    (tmp_path / "link").symlink_to(root / "iter_0000036")
+    monkeypatch.chdir(root / "iter_0000036")
+    assert locate(way).inspect(time.time()).problem == ""
+    found = locate(way).verify()
+    assert (found.findings, found.restores, len(found.checked)) == ((), "iteration 36", 3)
 
 
 def test_an_iteration_of_a_chain_is_verified_with_those_that_hold_its_experts(tmp_path: Path) -> None:
