@@ -11,6 +11,7 @@ There are three kinds of places, and single pieces of two of them, each in a fil
 
 from __future__ import annotations
 
+import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -241,10 +242,10 @@ def age_of(written_s: float | None, now_s: float) -> float | None:
     """Seconds since something was written; None where that is not known.
 
     Args:
-        written_s: Time of the write, in seconds since 1970; None, or a time that is still to come: not known.
+        written_s: Time of the write, in seconds since 1970; None, NaN, or a time that is still to come: not known.
         now_s: Current time, in seconds since 1970.
     """
-    if written_s is None or written_s > now_s + AHEAD_S:
+    if written_s is None or math.isnan(written_s) or written_s > now_s + AHEAD_S:
         return None
     return max(0.0, now_s - written_s)
 

@@ -152,7 +152,7 @@ def log_status(path: Path) -> RankStatus:
     states = [None if math.isnan(last[name]) else LEVELS[int(last[name])] for name in ("protection", "persistence")]
     facts = run.starts[-1].facts if run.starts else {}
     return RankStatus(
-        _whole(facts.get("world_size")) - 1,
+        max(0, _whole(facts.get("world_size")) - 1),
         str(facts.get("job", "")),
         "",
         str(facts.get("strategy", "")),
@@ -230,6 +230,8 @@ def _trouble(one: RankStatus, now_s: float, silent_s: float) -> tuple[str, str]:
     """What is less than it should be, and why; empty where all is well."""
     if not one.is_alive:
         return "ended", "its process has ended; a restart of the job continues from what lies here"
+    if math.isnan(one.at_s):
+        return "undated", "when it said something is not known: it may have ended long ago"
     if one.at_s - now_s > silent_s:
         return "clock", f"its clock is {one.at_s - now_s:.0f} s ahead of this one: when it said something is not known"
     if now_s - one.at_s > silent_s:

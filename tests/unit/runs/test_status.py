@@ -180,6 +180,13 @@ def test_the_log_of_a_job_says_what_can_be_known_from_anywhere(tmp_path: Path) -
     assert result.exit_code == 0 and (found["job"], found["iteration"], found["newest_persisted"]) == ("j", 2, 1)
 
 
+def test_a_log_whose_lines_have_no_time_does_not_say_that_its_job_lives(tmp_path: Path) -> None:
+    result = status("--metrics", written(tmp_path / "metrics.jsonl", iteration(1, persistence="protected")), "--json")
+    found = json.loads(result.output)
+    assert (result.exit_code, found["last_heartbeat_s"]) == (1, None)
+    assert [(row["rank"], row["what"]) for row in found["problems"]] == [(0, "undated")]
+
+
 @settings(max_examples=10_000 if examples(100) == 100 else 300)
 @given(text=st.binary(max_size=60) | st.dictionaries(
     st.sampled_from("rank job node at_s iteration protection persistence memory_free_bytes world_size store".split()),
