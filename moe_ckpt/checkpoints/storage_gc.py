@@ -8,11 +8,11 @@ for a running job. All else on its timeline goes; what might be of another job o
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
@@ -159,10 +159,12 @@ def _is_intact(store: Store, stored: StoredSnapshot, advance: Advance) -> bool:
 
 def _keep_last_of(leading: StoredSnapshot) -> int:
     """How many states the job itself kept, by the flags it was started with."""
-    flags = leading.command.flags if leading.command else ()
-    given = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{_KEEP_FLAG}=")]
-    given += [value for flag, value in pairwise(flags) if flag == _KEEP_FLAG]
-    return int(given[-1]) if given and given[-1].isdecimal() else MoECheckpointConfig.persist_keep
+    flags, given = leading.command.flags if leading.command else (), ""
+    for flag, following in zip(flags, (*flags[1:], ""), strict=False):  # of several the last one counts
+        name, has_value, value = flag.partition("=")
+        if name == _KEEP_FLAG:
+            given = value if has_value else following
+    return int(given) if re.fullmatch("[0-9]{1,18}", given) else MoECheckpointConfig.persist_keep
 
 
 def _sealed_items(

@@ -9,8 +9,10 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,6 +49,7 @@ from moe_ckpt.checkpoints.location import A_LINK, GcItem, GcLimits, GcPlan
 from moe_ckpt.checkpoints.memory import MemoryLocation
 from moe_ckpt.checkpoints.persist_dir import PersistFolder, open_persist_dir
 from moe_ckpt.checkpoints.places import locate
+from moe_ckpt.checkpoints.saved_iterations import saved_iterations
 from moe_ckpt.checkpoints.saves import SavesLocation
 from moe_ckpt.checkpoints.storage import StorageLocation
 from moe_ckpt.checkpoints.storage_gc import storage_gc_plan
@@ -160,6 +163,20 @@ def test_windows_that_newer_ones_supersede_go_and_as_many_as_the_job_was_told_st
     assert iterations(tmp_path) == [*range(1, 9)]
     apply(plan)
     assert iterations(tmp_path) == [*range(3, 9)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        (("--moe-ckpt-persist-keep", "1", "--moe-ckpt-persist-keep=3"), 3),
+        (("--moe-ckpt-persist-keep=3", "--moe-ckpt-persist-keep", "1"), 1),
+        (("--moe-ckpt-persist-keep", "9" * 5000), 2),
+    ],
+)
+def test_of_a_flag_that_is_given_twice_the_last_one_counts(flags: tuple[str, ...], kept: int, tmp_path: Path) -> None:
+    for last in (1, 2, 3, 4):
+        Made(flags=flags).window(tmp_path, last)
+    assert len(freed(of_storage(tmp_path))) == 4 - kept
 
 
 def test_what_training_left_when_it_went_back_goes(tmp_path: Path) -> None:
@@ -574,6 +591,32 @@ def test_what_saves_left_unfinished_goes_and_iterations_stay_unless_asked(tmp_pa
     apply(plan)
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000012", "iter_0000024", TRACKER]
     assert not locate(str(root)).verify().findings
+
+
+@SAVES
+def test_a_folder_is_listed_while_a_job_saves_into_it(tmp_path: Path) -> None:
+    root, has_ended = dense(tmp_path / "saved", 3), threading.Event()
+    hidden, folder = root / ".iter_0000036.saving", root / "iter_0000036"
+    shutil.copytree(root / "iter_0000024", hidden)
+    for number in range(50):
+        (hidden / f"part_{number}").touch()
+
+    def save_on() -> None:
+        while not has_ended.is_set():
+            (hidden / "part").touch()
+            (hidden / "part").unlink()
+            hidden.rename(folder)
+            time.sleep(0.002)
+            folder.rename(hidden)
+
+    with ThreadPoolExecutor() as pool:
+        saving = pool.submit(save_on)
+        try:
+            for _ in range(1000):
+                assert len(saved_iterations(root)) in (2, 3)
+        finally:
+            has_ended.set()
+            saving.result()
 
 
 @SAVES
