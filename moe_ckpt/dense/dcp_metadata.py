@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -166,7 +167,8 @@ def _extent(info: Any) -> ChunkExtent:
             f"{info.relative_path} is compressed or encrypted by a stream transform ({info.transform_descriptors}), "
             "which is not supported; save the checkpoint without it"
         )
-    if not isinstance(info.relative_path, str) or info.offset < 0 or info.length < 0:
+    place = (info.offset, info.length)
+    if not isinstance(info.relative_path, str) or not all(type(value) is int and value >= 0 for value in place):
         raise ValueError(f"bad location {info.__dict__}")
     if re.fullmatch(r"[^/\\\0]+", info.relative_path) is None or info.relative_path in (".", ".."):
         raise UnreadableCheckpoint(
@@ -181,9 +183,12 @@ def _tensor_info(name: str, entry: Any, where: dict[tuple[str, tuple[int, ...] |
         tuple(chunk.offsets): Chunk(tuple(chunk.offsets), tuple(chunk.sizes), where[name, tuple(chunk.offsets)])
         for chunk in entry.chunks
     }
+    numbers = (*shape, *(value for chunk in chunks.values() for value in (*chunk.offsets, *chunk.sizes)))
+    if any(type(value) is not int or value < 0 for value in numbers):
+        raise ValueError("its shape, or that of a piece, is none")
     for chunk in chunks.values():
         axes = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in axes):
+        if any(offset + size > length for offset, size, length in axes):
             raise ValueError(f"piece at {chunk.offsets} of {chunk.sizes} lies outside {shape}")
     covered = sum(math.prod(chunk.sizes) for chunk in chunks.values())
     if covered != math.prod(shape):
@@ -191,8 +196,40 @@ def _tensor_info(name: str, entry: Any, where: dict[tuple[str, tuple[int, ...] |
             f"the pieces of {name} cover {covered} of its {math.prod(shape)} elements: some rank's part was not saved; "
             "take another iteration"
         )
+    if (pair := _overlapping(list(chunks.values()), len(shape))) is not None:
+        raise UnreadableCheckpoint(
+            f"the pieces of {name} at {pair[0].offsets} and {pair[1].offsets} overlap, so that others are missing: the"
+            " index (.metadata) is damaged; take another iteration"
+        )
     properties = entry.properties.__dict__
     dtype = properties["dtype"] if "dtype" in properties else properties["state"][0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is not a dtype")
     return TensorInfo(shape, dtype, tuple(chunks[offset] for offset in sorted(chunks)))
+
+
+def _overlapping(chunks: list[Chunk], axes: int) -> tuple[Chunk, Chunk] | None:
+    """Two pieces of a tensor that have an element in common."""
+    todo = [[chunk for chunk in chunks if math.prod(chunk.sizes)]]
+    while todo:
+        some = todo.pop()
+        apart = next((groups for axis in range(axes) if len(groups := _groups(some, axis)) > 1), None)
+        if apart is not None:
+            todo += apart
+        elif len(some) > 1:  # no axis tells them apart: rare, unless they do overlap
+            for pair in combinations(some, 2):
+                if all(len(_groups(list(pair), axis)) == 1 for axis in range(axes)):
+                    return pair
+    return None
+
+
+def _groups(chunks: list[Chunk], axis: int) -> list[list[Chunk]]:
+    """Groups of pieces that have no index of this axis in common with those of another group."""
+    groups: list[list[Chunk]] = []
+    stop = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[axis]):
+        if not groups or chunk.offsets[axis] >= stop:
+            groups.append([])
+        groups[-1].append(chunk)
+        stop = max(stop, chunk.offsets[axis] + chunk.sizes[axis])
+    return groups

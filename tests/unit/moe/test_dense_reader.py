@@ -7,6 +7,7 @@ import pickle
 import signal
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,6 +232,40 @@ def test_an_index_that_points_outside_the_checkpoint_is_refused(content: Content
     assert b"__0_0.distcp" in data
     (directory / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../00.distcp"))
     with pytest.raises(UnreadableCheckpoint, match="points outside the checkpoint"):
+        open_dense(directory)
+
+
+def index_of(directory: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_pieces_that_overlap_and_leave_a_gap_are_refused(
+    shape: tuple[int, ...], save: Save, new_content: type[Content], tmp_path: Path
+) -> None:
+    directory, inner = save(new_content({"weight": torch.ones(shape)}), tmp_path / "saved", pieces=2), shape[1:]
+
+    def overlap(metadata: Any) -> None:
+        moved, there = torch.Size([1, *(0 for _ in inner)]), torch.Size([2, *(0 for _ in inner)])
+        metadata.state_dict_metadata["weight"].chunks[1].offsets = moved
+        metadata.storage_data = {
+            replace(key, offset=moved) if key.offset == there else key: place
+            for key, place in metadata.storage_data.items()
+        }
+
+    index_of(directory, overlap)
+    with pytest.raises(UnreadableCheckpoint, match=r"pieces of weight at .* overlap"):
+        open_dense(directory)
+
+
+def test_a_shape_of_other_numbers_than_whole_ones_is_refused(
+    save: Save, new_content: type[Content], tmp_path: Path
+) -> None:
+    directory = save(new_content({"weight": torch.ones(4)}), tmp_path / "saved")
+    index_of(directory, lambda metadata: setattr(metadata.state_dict_metadata["weight"], "size", (4.0,)))
+    with pytest.raises(UnreadableCheckpoint, match="does not say where weight is stored"):
         open_dense(directory)
 
 
