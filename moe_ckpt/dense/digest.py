@@ -67,8 +67,11 @@ def _all_entries(checkpoint: DenseCheckpoint) -> Iterator[DigestEntry]:
         yield DigestEntry(component_of(name, TENSOR_RULES), name, info, partial(_read_blocks, checkpoint, name))
     for name in checkpoint.objects:
         yield DigestEntry(component_of(name, OBJECT_RULES), name, None, partial(checkpoint.read_object, name))
-    for name, value in leaves(dict(checkpoint.common)):
-        yield DigestEntry(component_of(name, COMMON_RULES), name, None, partial(_given, value))
+    try:
+        for name, value in leaves(dict(checkpoint.common)):
+            yield DigestEntry(component_of(name, COMMON_RULES), name, None, partial(_given, value))
+    except RecursionError as error:
+        raise UnreadableCheckpoint(f"the common part of {checkpoint.directory} is nested without end") from error
 
 
 def _given(value: Any) -> Any:
@@ -111,7 +114,7 @@ def _feed_entry(sink: Sink, entry: DigestEntry) -> int:
         return int(prod(entry.tensor.shape) * entry.tensor.dtype.itemsize)
     try:
         encoding = encoded(entry.read())
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise UnreadableCheckpoint(
             f"{entry.name} cannot be hashed ({error}); save it as numbers, strings, tensors and containers of these"
         ) from error

@@ -162,6 +162,19 @@ def test_an_object_of_unknown_content_is_refused_by_name(content: Content, save:
         lines(save(content, tmp_path / "saved"))
 
 
+def test_what_holds_itself_is_refused_by_name(content: Content, save: Save, tmp_path: Path) -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    content.objects["rng_state"] = endless
+    with pytest.raises(UnreadableCheckpoint, match=r"rng_state/shard_0_1 cannot be hashed"):
+        lines(save(content, tmp_path / "object"))
+    content.objects["rng_state"] = 1
+    folder = save(content, tmp_path / "common")
+    torch.save({"endless": endless}, folder / "common.pt")
+    with pytest.raises(UnreadableCheckpoint, match=r"common part of .* is nested without end"):
+        lines(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "component"),
     [
