@@ -94,20 +94,23 @@ def _content(saved: SavedIteration, now_s: float) -> tuple[tuple[Fact, ...], tup
     from moe_ckpt.dense.dense import open_dense
 
     checkpoint, chain = open_dense(saved.folder), read_chain(saved.folder)
-    saved_arguments = checkpoint.common.get("args")
-    arguments: Mapping[str, Any] = {} if saved_arguments is None else vars(saved_arguments)
-    metadata = checkpoint.common.get("content_metadata") or {}
+    # A namespace, and from others than Megatron maybe a dict. Whatever it is, it only informs.
+    given = checkpoint.common.get("args")
+    members = given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
+    arguments = {str(name): value for name, value in members.items()}
+    metadata = checkpoint.common.get("content_metadata")
+    sharding = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, Mapping) else None
     where = f"in {COMMON}" if (saved.folder / COMMON).is_file() else "among the shards"
     facts = (
-        Fact("Iteration", checkpoint.common.get("iteration"), "count"),
+        Fact("Iteration", _count(checkpoint.common.get("iteration")), "count"),
         Fact("Age", age_of(saved.written_s, now_s), "seconds"),
         Fact("Bytes", saved.nbytes, "bytes"),
-        Fact("World size", arguments.get("world_size"), "count"),
+        Fact("World size", _count(arguments.get("world_size")), "count"),
         Fact("Layout", _layout(arguments)),
         Fact("Format", f"torch_dist 1, common part {where}"),
-        Fact("Optimizer", metadata.get("distrib_optim_sharding_type")),
+        Fact("Optimizer", sharding if isinstance(sharding, str) else None),
         Fact("Integrity file", "yes" if saved.has_integrity else "no: bytes cannot be checked"),
-        Fact("Consumed samples", arguments.get("consumed_train_samples"), "count"),
+        Fact("Consumed samples", _count(arguments.get("consumed_train_samples")), "count"),
         Fact("Tensors", len(checkpoint.tensors), "count"),
         Fact("Experts", _experts(chain)),
     )
@@ -128,7 +131,7 @@ def _components(checkpoint: DenseCheckpoint) -> Table:
 
 
 def _layout(arguments: Mapping[str, Any]) -> str | None:
-    degrees = [f"{short} {arguments[name]}" for short, name in _DEGREES if arguments.get(name)]
+    degrees = [f"{short} {degree}" for short, name in _DEGREES if (degree := _count(arguments.get(name)))]
     return ", ".join(degrees) or None
 
 
@@ -167,8 +170,17 @@ def _chain_table(chain: Chain | None) -> Iterator[Table]:
 
 
 def _arguments(arguments: Mapping[str, Any]) -> Table:
-    rows = ((name, str(value)) for name, value in sorted(arguments.items()) if value not in (None, False, [], ()))
+    rows = ((name, str(value)) for name, value in sorted(arguments.items()) if not _is_unset(value))
     return table("Arguments", "argument | value", rows)
+
+
+def _count(value: object) -> int | None:
+    """A whole number, None for all else."""
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or (isinstance(value, int | float | list | tuple) and not value)
 
 
 def _notes(saved: SavedIteration | None) -> tuple[str, ...]:

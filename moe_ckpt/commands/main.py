@@ -117,7 +117,9 @@ def main() -> None:
         click.echo("moe-ckpt: interrupted", err=True)
         sys.exit(130)
     except MoECheckpointError as error:
-        click.echo(f"moe-ckpt: {error}", err=True)
+        from moe_ckpt.report import printable
+
+        click.echo(f"moe-ckpt: {printable(str(error))}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
         _write_no_more()  # who read the output has left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from moe_ckpt.report import Fact, Report, show, table
+from moe_ckpt.report import Fact, Report, printable, show, table
 from moe_ckpt.report.progress import progress
 
 HELP = """Read all of PLACE and say whether it is what was saved.
@@ -64,6 +64,6 @@ def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None
     show(report, as_json, rows or None)
     if not as_json:
         for finding in result.findings:
-            click.echo(f"finding: {finding}")
+            click.echo(f"finding: {printable(str(finding))}")
     if result.findings:
         context.exit(USABLE if usable else 1)

@@ -3,6 +3,6 @@
 Imports nothing of the commands, the simulator or the engine.
 """
 
-from .report import Columns, Fact, Report, Table, Unit, show, shown, table
+from .report import Columns, Fact, Report, Table, Unit, printable, show, shown, table
 
-__all__ = ["Columns", "Fact", "Report", "Table", "Unit", "show", "shown", "table"]
+__all__ = ["Columns", "Fact", "Report", "Table", "Unit", "printable", "show", "shown", "table"]

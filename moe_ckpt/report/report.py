@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ Unit = Literal["text", "count", "bytes", "seconds", "share", "number"]
 Columns = tuple[tuple[str, Unit], ...]
 WIDE = 500
 """Columns of a line where output goes to no terminal."""
+_UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,13 @@ def show(report: Report, as_json: bool, rows: int | None = None) -> None:
         rows: Most rows of a table for a person, who reads how many are left out; None: all.
     """
     if as_json:
-        click.echo(json.dumps(report.as_data(), indent=2))
+        click.echo(json.dumps(_finite(report.as_data()), indent=2, allow_nan=False))
         return
     from rich.console import Console
 
     # A file or a pipe has no edge at which lines would have to be broken.
     console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else WIDE)
-    console.print(report.title, style="bold", markup=False)
+    console.print(printable(report.title), style="bold", markup=False)
     width = max((len(fact.name) for fact in report.facts), default=0)
     for fact in report.facts:
         console.print(f"  {fact.name:<{width}}  {shown(fact.value, fact.unit)}", markup=False)
@@ -101,7 +104,25 @@ def show(report: Report, as_json: bool, rows: int | None = None) -> None:
             console.print(f"  ... and {len(table.rows) - rows} more rows; --rows 0 or --json shows all", markup=False)
     for note in report.notes:
         console.print()
-        console.print(note, markup=False)
+        console.print(printable(note), markup=False)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would take for a command, and what is no character: files may say anything.
+
+    Args:
+        text: The text; tabs and ends of lines stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities and no NaN: None instead."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def shown(value: Any, unit: Unit) -> str:
@@ -125,7 +146,7 @@ def shown(value: Any, unit: Unit) -> str:
         return "yes" if value else "no"
     if unit == "count":
         return f"{value:,}"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 def _lasting(seconds: float) -> str:

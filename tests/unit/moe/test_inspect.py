@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Manifest, SnapshotId
@@ -59,7 +62,7 @@ def data(output: Call) -> Callable[..., dict[str, Any]]:
     def call(*arguments: object) -> dict[str, Any]:
         code, out, err = output("inspect", *arguments, "--json")
         assert (code, err) == (0, "")
-        found: dict[str, Any] = json.loads(out)
+        found: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)
         return found
 
     return call
@@ -202,6 +205,34 @@ def test_statistics_of_dense_tensors_are_those_of_torch(data, content: Content, 
         assert (row["min"], row["max"], row["non_finite"]) == (exact.min().item(), exact.max().item(), 0)
         assert row["mean"] == pytest.approx(exact.mean().item(), abs=1e-12)
         assert row["std"] == pytest.approx(exact.std(correction=0).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"args": {"world_size": 4, "mask": torch.ones(2)}}, {"args": 5}, {"content_metadata": "x"},
+        {"content_metadata": {"distrib_optim_sharding_type": torch.ones(2)}}, {"iteration": "x"},
+        {"iteration": torch.ones(2)}, {"iteration": math.nan}, {"args": Namespace(world_size=torch.ones(2))},
+        {"args": Namespace(name="\x1b]0;owned\x07\ud800")},
+    ],
+)  # fmt: skip
+def test_whatever_the_common_part_says_is_shown_or_left_out(
+    strange: dict[str, Any], data, output: Call, content: Content, saves: Path
+) -> None:
+    folder = saves / "iter_0000012"
+    torch.save(content.common | strange, folder / "common.pt")
+    found = data(folder)
+    assert found["iteration"] in (12, None) and found["world_size"] in (4, None)
+    code, out, _ = output("inspect", folder, "--rows", 0)
+    assert code == 0 and not {"\x1b", "\x07", "\ud800"} & set(out)
+
+
+def test_statistics_that_are_too_large_are_none_in_json(
+    data, save: Save, new_content: type[Content], tmp_path: Path
+) -> None:
+    weights = torch.tensor([1e308, 1e308, -1e308, 1.0], dtype=torch.float64)
+    (row,) = data(save(new_content({"w": weights}), tmp_path / "iter_0000012"), "--tensors")["statistics"]
+    assert (row["max"], row["std"]) == (1e308, None)
 
 
 def test_a_pattern_chooses_tensors_and_one_that_fits_none_is_wrong_usage(data, output: Call, saves: Path) -> None:
