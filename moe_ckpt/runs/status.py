@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ def job_status(memory_dir: Path, store: str | None, job: str | None) -> JobStatu
         job: Id of the job in `memory_dir`; None: the only one that there is.
     """
     if store is not None:
+        if _address(store) is None:
+            raise UsageError(f"{store} is no HOST:PORT of a store")
         found = tuple(_in_store(store))
         if not found:
             raise UnreadableCheckpoint(f"the store at {store} has nothing of a protected job")
@@ -274,24 +277,31 @@ def _of_one_job(
     return tuple(sorted((one for one in found if one.job == chosen), key=lambda one: one.rank))
 
 
+def _address(text: str) -> tuple[str, int] | None:
+    host, _, port = text.rpartition(":")
+    is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
+    return (host, int(port)) if host and is_port else None
+
+
 def _in_store(address: str, world_size: int = 0) -> Iterator[RankStatus]:
     """What the ranks wrote into the store; those that did not are left out. world_size: 0 where it is not known.
 
     Raises UnreadableCheckpoint.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    place = _address(address)
+    if place is None:
         raise UnreadableCheckpoint(f"{address or 'it'} is no HOST:PORT of a store")
+    host, port = place
     try:
         # A client of torch tries for long, and says so, where nobody listens.
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        socket.create_connection(place, timeout=CONNECT_S).close()
     except OSError as error:
         raise UnreadableCheckpoint(f"the store at {address} cannot be reached: {error.strerror or error}") from error
     from torch.distributed import TCPStore
 
     try:
         patience = timedelta(seconds=ANSWER_S)
-        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
         for rank in itertools.count():
             if rank >= min(world_size or SEARCHED, MOST_RANKS):
                 return

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lines import iteration, start, written
 from torch.distributed import PrefixStore, TCPStore
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection, ProtectionState
 from megatron.core.dist_checkpointing.moe.runtime import status as published
 from megatron.core.dist_checkpointing.moe.runtime.status import StatusBoard, readable
@@ -115,7 +116,8 @@ def test_a_node_without_the_store_knows_its_own_ranks_and_says_so(store: TCPStor
 def test_a_store_that_is_gone_is_said_in_one_line(tmp_path: Path) -> None:
     result = status("--store", "127.0.0.1:1")
     assert str(result.exception) == "the store at 127.0.0.1:1 cannot be reached: Connection refused"
-    assert "no HOST:PORT" in str(status("--store", "nowhere").exception)
+    unusable = status("--store", "nowhere").exception
+    assert isinstance(unusable, UsageError) and "no HOST:PORT" in str(unusable), "so the exit code is 2"
 
 
 def test_lost_answers_of_a_name_server_do_not_make_a_store_unreachable(
