@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import sys
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -112,6 +113,6 @@ def _checked(where: str, key: str, value: Any) -> Any:
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise UsageError(f"{where}: {key} is {str(value)[:100]!r}, but must be a number")
     return float(value)

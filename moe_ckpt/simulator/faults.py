@@ -144,7 +144,7 @@ def load_trace(path: Path, nodes: int | None = None) -> tuple[Fault, ...]:
                     f"{path}: the first line must name the columns at_s and nodes; {min(missing)} is missing"
                 )
             faults = [_fault(path, number, row, nodes) for number, row in enumerate(reader, start=2)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read as a trace of faults: {error}") from error
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 

@@ -102,13 +102,14 @@ def render(runs: Sequence[Run], made_s: float, watch_s: float | None = None) -> 
         if thin
         else ""
     )
-    return (
+    page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{STYLE}</style></head><body>'
         f'<main><h1>{escape(title)}</h1><p class="soft">{"Live, as of" if watch_s is not None else "Made"} {when} by'
         f" moe-ckpt report.{note}</p>{body}</main>{live}</body></html>\n"
     )
+    return page.encode(errors="replace").decode()  # half a pair of surrogates, as JSON may have, is no text
 
 
 def _run(run: Run, at: int, *, several: bool) -> str:

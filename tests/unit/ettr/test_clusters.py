@@ -80,6 +80,7 @@ def without(key: str) -> dict[str, Any]:
         (FILE | {"peak_flops": {"3": 1e12}}, "bytes per element"),
         (FILE | {"peak_flops": {}}, "bytes per element"),
         (json.dumps(FILE).replace("1000000000.0", "NaN"), "must be a number"),
+        (FILE | {"storage_bytes_per_s": 10**400}, "must be a number"),
         ([FILE], "must have a JSON object, but has a list"),
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),

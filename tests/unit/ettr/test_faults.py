@@ -44,6 +44,7 @@ def test_a_trace_may_list_faults_in_any_order(tmp_path: Path) -> None:
         ("at_s,nodes\n1,\n", "line 2.*takes no nodes"),
         ("at_s,nodes\nnan,1\n", "line 2.*nan"),
         ("", "at_s is missing"),
+        (f"at_s,nodes\n{'1' * 140_000},2\n", "cannot be read as a trace.*field larger"),
     ],
 )
 def test_a_broken_trace_is_refused_with_the_place(tmp_path: Path, text: str, complaint: str) -> None:

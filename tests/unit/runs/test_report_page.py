@@ -218,6 +218,13 @@ def test_the_command_writes_the_page_and_says_how_large_it_is(metrics: Path, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "page.html"]
 
 
+def test_half_a_surrogate_pair_in_a_log_costs_that_character(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", start(0.0, job="a\ud800b"), iteration(1, 1.0))
+    assert moe_ckpt("report", path, "--out", tmp_path / "page.html").exit_code == 0
+    assert "a?b" in (tmp_path / "page.html").read_text()
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["metrics.jsonl", "page.html"]
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     for out in (tmp_path, tmp_path / "none" / "page.html"):
         result = moe_ckpt("report", tmp_path / "not-there.jsonl", "--out", out)
