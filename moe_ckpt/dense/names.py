@@ -94,7 +94,7 @@ def read_tracker(root: Path) -> str | None:
 
 
 def published(folder: Path) -> Path:
-    """An iteration's folder under its name, which others that need it have beside it: where `.` or a link leads to."""
+    """An iteration's folder under its own name, with the ones that it needs around it: where `.` or a link leads to."""
     return folder.absolute() if ITERATION.fullmatch(folder.name) else folder.resolve()
 
 

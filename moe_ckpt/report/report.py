@@ -108,7 +108,7 @@ def show(report: Report, as_json: bool, rows: int | None = None) -> None:
 
 
 def printable(text: str) -> str:
-    """A text without what a terminal would take for a command, and what is no character: files may say anything.
+    """A text without characters that a terminal would obey, or cannot show: files may say anything.
 
     Args:
         text: The text; tabs and ends of lines stay.

@@ -123,7 +123,7 @@ ROWS = {
         "megatron.core psutil torch", "dense",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),
-    f"{TOOLS}.checkpoints": Row(f"{PARTS} config extensions.lossy storage", "fsspec torch", "dense report"),
+    f"{TOOLS}.checkpoints": Row(f"{PARTS} config extensions.lossy storage", "fsspec msgspec torch", "dense report"),
     f"{TOOLS}.runs": Row("errors storage", "msgspec torch", "checkpoints report"),
     f"{TOOLS}.simulator": Row(f"{VALUES} config extensions.lossy policy strategies"),
     # The driver, and drills that start it.
