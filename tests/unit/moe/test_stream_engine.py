@@ -137,8 +137,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.fixture
-def locks(device: Device) -> PageLocks:
-    return PageLocks()
+def locks(device: Device) -> Iterator[PageLocks]:
+    made = PageLocks()
+    yield made
+    made.release()  # else they are unlocked when they are collected, in the middle of a later test
 
 
 @pytest.fixture
