@@ -83,7 +83,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
     [
         pytest.param("facts", "machine", marks=pytest.mark.ci),
         pytest.param("abort", "communicators of one rank: threads", marks=pytest.mark.full),
-        pytest.param("rates", "restore", marks=pytest.mark.ci),
+        pytest.param("rates", "restore", marks=pytest.mark.full),
         pytest.param("te", None, marks=pytest.mark.full),
         pytest.param("ranks", "a rank dies in p2p", marks=pytest.mark.full),
         pytest.param("model", "model: every iteration, auto", marks=pytest.mark.full),
