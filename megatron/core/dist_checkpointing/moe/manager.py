@@ -174,19 +174,17 @@ class MoECheckpointManager(Iterations):
     ) -> int:
         """Bring model, optimizer, scheduler, random states and the loop's state to where training continues.
 
-        The newest usable state is taken: of what an earlier attempt of this job left in memory, of persistent storage,
-        and of what `load` has to offer. A collective.
+        The newest usable state is taken, of memory, of storage, and of what `load` has to offer. A collective.
 
         Args:
             load: Loads a dense checkpoint in the way of the loop, or begins from scratch if there is none; returns the
                 iteration after which training then stands.
             newest: The iteration that it would load, -1 if none; the same on all ranks.
             asked_for: Whether a user named this very checkpoint: then only a restart of the same job passes it by.
-            run_again: Loads the state after a sparse window that another parallel layout left, and that has to be run
-                again there; a collective that returns its iteration. The second argument copies what that layout left
-                to a folder. Without it such windows are refused.
-            in_part: Whether `load` leaves some of the state as it is, as without the optimizer's: then it does not
-                replace copies that prove damaged.
+            run_again: Runs a sparse window of another parallel layout again there, and loads the state after it; a
+                collective that returns its iteration. The second argument copies what that layout left to a folder.
+                Without it such windows are refused.
+            in_part: Whether `load` leaves some of the state as it is, and so replaces no copies that prove damaged.
 
         Returns:
             The iteration after which training stands. With `sparse` it may be one from which iterations are run again.

@@ -110,13 +110,17 @@ def _common_job(found: Sequence[Mapping[str, Any]]) -> str:
     for rank, one in enumerate(found):
         other = first.setdefault(one["node"], rank)
         if endpoints[other].machine != endpoints[rank].machine:  # copies of one would be kept by itself, called a peer
-            raise UsageError(
-                f"rank {other} and rank {rank} are on two machines that are both called {one['node']}: give each a name"
-                f" of its own, or set {NODE_NAME}"
-            )
+            raise _of_one_name(other, rank, one["node"])
     name = endpoints[0].interface or f'of hostname "{endpoints[0].host}"'
     log.info("network: rank 0 listens on %s (interface %s)", endpoints[0].address, name)
     return agree_on_job([JobClaim(**one["job"]) for one in found])
+
+
+def _of_one_name(rank: int, other: int, node: str) -> UsageError:
+    return UsageError(
+        f"rank {rank} and rank {other} are on two machines that are both called {node}: give each a name of its own, or"
+        f" set {NODE_NAME}"
+    )
 
 
 def _take_secret(config: MoECheckpointConfig) -> str:

@@ -164,8 +164,8 @@ def this_launcher() -> str:
 
 
 def _is_orphan() -> bool:
-    """Whether the launcher that named itself has ended; one outside this container cannot be seen. Not by the process
-    number of the parent: a launcher may be process 1, which adopts orphans."""
+    """Whether the launcher that named itself has ended; one outside this container cannot be seen."""
+    # Not by the number of the parent: a launcher may be process 1, which adopts orphans.
     where, *process = os.environ.pop(LAUNCHER, "-").split()  # what this process starts has another launcher
     return where == machine() and not is_there((int(process[0]), int(process[1])))
 

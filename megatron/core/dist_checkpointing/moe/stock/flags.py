@@ -160,11 +160,7 @@ def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iter
 
 
 def _unfit_numerics(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence where a restore or a replay would come to other bits.
-
-    Weights are cast from masters by a restore. Frozen operators draw no numbers, and evaluations are not repeated by a
-    replay: a lost rank's random states and histories have then seen nothing of them.
-    """
+    """A sentence where a restore, which casts weights from masters, or a replay would come to other bits."""
     unfit = f"does not go with --moe-ckpt-strategy {config.strategy}"
     cast_to = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
     if getattr(args, "qk_clip", False) and cast_to:
@@ -172,8 +168,13 @@ def _unfit_numerics(config: MoECheckpointConfig, args: argparse.Namespace) -> It
             f"--qk-clip {unfit} and --{cast_to}: core rounds clipped weights apart from their masters, and a restore"
             " casts these; leave it out, or use --moe-ckpt-strategy none"
         )
-    if not _repeats(config):
-        return
+    if _repeats(config):
+        yield from _unfit_replays(args, unfit)
+
+
+def _unfit_replays(args: argparse.Namespace, unfit: str) -> Iterator[str]:
+    """A sentence where frozen operators draw no numbers, or where evaluations change random states or histories: a lost
+    rank comes back by a replay, which repeats none of them."""
     if getattr(args, "fp4", None):
         yield (
             f"--fp4-format {unfit}: gradients are rounded by random numbers, of which a frozen operator draws none; use"

@@ -118,17 +118,17 @@ class Hooks:
         if error[1] is not None:
             report_silence(error[1])
         if unsaved:
-            raise CheckpointFailure(
-                f"training has ended, but its last checkpoint is not in {self._args.save}, for the reason above: the"
-                f" state of iteration {self._manager.iteration} stays in memory; start the job again once it can be"
-                " saved"
-            )
+            raise self._unsaved()
 
     def _is_unsaved(self) -> bool:
         """Whether only the memory has what this job came to. A collective."""
-        iteration = self._manager.iteration
-        return iteration > self._loaded and not (
-            self._saves.has(iteration) or newest_iteration(self._args.save) >= iteration
+        iteration, save = self._manager.iteration, self._args.save
+        return iteration > self._loaded and not self._saves.has(iteration) and newest_iteration(save) < iteration
+
+    def _unsaved(self) -> CheckpointFailure:
+        return CheckpointFailure(
+            f"training has ended, but its last checkpoint is not in {self._args.save}, for the reason above: the state"
+            f" of iteration {self._manager.iteration} stays in memory; start the job again once it can be saved"
         )
 
     def by_name(self) -> Mapping[str, Hook]:
