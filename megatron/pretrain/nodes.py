@@ -66,8 +66,8 @@ def run_nodes(command: Sequence[str], nodes: Nodes, *, run_id: str, patience_s: 
         run_id: of the job; its workers are found by it.
 
     Returns:
-        0, the exit code of the agent that failed first, or 128 + N when signal N ended this process. That of an agent
-        whose ranks found flags or inputs that cannot work, if there is one: the others failed for that.
+        0, the exit code of the agent that failed first, or 128 + N when signal N ended this process. The code for
+        invalid flags and inputs, if any agent ends with it: that is why the others failed.
     """
     agents = _Agents(command, nodes, run_id)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -70,5 +70,6 @@ def status(
 
 
 def _default_place() -> Path:
-    ours, memory = "moe-ckpt-job-" + os.environ.get("SLURM_JOB_ID", ""), Path("/dev/shm")
-    return memory / (ours if (memory / ours).is_dir() else f"moe-ckpt-{getpass.getuser()}")
+    memory = Path("/dev/shm")
+    of_job = memory / f"moe-ckpt-job-{os.environ.get('SLURM_JOB_ID')}"
+    return of_job if of_job.is_dir() else memory / f"moe-ckpt-{getpass.getuser()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -149,6 +150,12 @@ def test_an_empty_memory_dir_has_no_job(tmp_path: Path) -> None:
     assert "holds no memory of a job: none runs here" in str(status(tmp_path).exception)
     slot(tmp_path, 0)
     assert "no status of a job" in str(status(tmp_path).exception)
+
+
+def test_the_memory_of_the_slurm_job_in_which_it_runs_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-job-", dir="/dev/shm") as memory:
+        monkeypatch.setenv("SLURM_JOB_ID", memory.rpartition("-")[2])
+        assert memory in str(status().exception)
 
 
 def test_a_rank_that_says_nothing_for_long_is_silent() -> None:
