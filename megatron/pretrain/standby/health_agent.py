@@ -101,7 +101,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         raise NotImplementedError
 
     def _note_failures(self, result: RunResult) -> None:
-        """Count them where a rank of this node is to blame. Raises NodeLeaves where that was once too often."""
+        """Count them where a rank of this node is to blame. Raises NodeExcluded where that was once too often."""
         for rank, failure in sorted(result.failures.items()):
             pid, code = failure.pid, failure.exitcode
             if pid in self._blameless or not is_to_blame(code, self._said(pid), signal.SIGTERM):
@@ -276,24 +276,25 @@ def check_health(command: str, timeout_s: float) -> None:
         timeout_s: Seconds that it may take.
 
     Raises:
-        NodeLeaves: It fails, or takes too long.
+        NodeExcluded: It fails, or takes too long.
     """
     if not command:
         return
+    # The shell waits for a line: a signal may end this launcher before it knows the process that it would have to kill.
     process = subprocess.Popen(
-        ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        ["/bin/sh", "-c", 'read -r _ && exec /bin/sh -c "$0" < /dev/null', command], start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        code = process.wait(timeout_s)
+        process.communicate(b"\n", timeout_s)
     except subprocess.TimeoutExpired:
         raise NodeExcluded(f"its health check did not end within {timeout_s:g} s: {command}") from None
     finally:
         if process.returncode is None:  # also where a signal ends this launcher
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if code:
-        raise NodeExcluded(f"its health check ended with exit code {code}: {command}")
+    if process.returncode:
+        raise NodeExcluded(f"its health check ended with exit code {process.returncode}: {command}")
 
 
 def _state(pid: int) -> str:

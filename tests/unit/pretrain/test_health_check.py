@@ -227,6 +227,24 @@ def test_a_health_check_ends_with_the_launcher_that_is_told_to_end(tmp_path: Pat
     assert_gone(tmp_path / "pid")
 
 
+def test_no_health_check_runs_where_its_launcher_is_told_to_end_before_it_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ToldAtOnce(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            (tmp_path / "pid").write_text(str(self.pid))
+            if self.stdin is not None:
+                self.stdin.close()  # as when the launcher has ended
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", ToldAtOnce)
+    with pytest.raises(KeyboardInterrupt):
+        check_health(f"touch {tmp_path}/ran", 60.0)
+    assert_gone(tmp_path / "pid")
+    assert not (tmp_path / "ran").exists()
+
+
 def assert_gone(pid: Path) -> None:
     """The process whose number stands there has ended."""
     child, begun_s = Path(f"/proc/{int(pid.read_text())}"), time.monotonic()
