@@ -26,27 +26,28 @@ class Measured:
     """Medians of one job. None: the job does not say.
 
     iteration_s: without waiting for checkpoints and without what copies added. added_s: by copies, to an iteration with
-    copied_bytes of this rank. sent_bytes_per_s: to peers, in the fastest iteration: links carry at least that.
+    copied_bytes of this rank, each of which went to so many replicas. sent_bytes_per_s: to peers, in the fastest
+    iteration: links carry at least that.
     detect_s, restart_s: of its recoveries, with parts_s of the restart by name. recoveries: how many they were.
     """
 
     iteration_s: float
     added_s: float | None
     copied_bytes: float | None
+    replicas: float
     sent_bytes_per_s: float | None
     detect_s: float | None
     restart_s: float | None
     parts_s: Mapping[str, float]
     recoveries: int
 
-    def applied(self, machine: SystemSetting, *, replicas: int) -> SystemSetting:
+    def applied(self, machine: SystemSetting) -> SystemSetting:
         """The same job with measured values in the place of estimated ones.
 
         A rate to peers only raises the cluster's: a job that copies little does not show what its links carry.
 
         Args:
             machine: The job on its cluster, with estimated rates and costs.
-            replicas: Copies of each snapshot that the measured job is taken to have sent to peers.
         """
         cost = machine.cost.lasting(self.iteration_s)
         cluster, constants = machine.cluster, machine.constants
@@ -54,7 +55,7 @@ class Measured:
             reached = self.sent_bytes_per_s / constants.network_share
             cluster = replace(cluster, inter_node_bytes_per_s=max(cluster.inter_node_bytes_per_s, reached))
         if self.added_s is not None and self.copied_bytes:
-            busy_s = self.copied_bytes * (1 + replicas) / cluster.host_link_bytes_per_s
+            busy_s = self.copied_bytes * (1 + self.replicas) / cluster.host_link_bytes_per_s
             constants = replace(constants, contention=self.added_s / busy_s)
         if self.restart_s is not None:
             constants = replace(constants, restart_s=self.restart_s)
@@ -72,7 +73,11 @@ def measured(path: Path) -> Measured:
     rows = list(zip(*(run.of_kept(name) for name in _COLUMNS), strict=True))[1:]  # the first one warms up
     if len(rows) < FEWEST:
         raise UsageError(f"--from {path} has {len(rows)} iterations after the first, but it takes {FEWEST} of them")
-    passes = [taken - _or_0(stall) - max(0.0, _or_0(slowed)) for taken, stall, slowed, _, _ in rows]
+    # Without a copy a row repeats what the last one added.
+    passes = [
+        taken - _or_0(stall) - (max(0.0, _or_0(slowed)) if copied > 0 else 0.0)
+        for taken, stall, slowed, copied, _ in rows
+    ]
     added = [max(0.0, slowed) for _, _, slowed, copied, _ in rows if copied > 0 and not math.isnan(slowed)]
     copied = [copied for _, _, slowed, copied, _ in rows if copied > 0 and not math.isnan(slowed)]
     sent = [nbytes / taken for taken, _, _, _, nbytes in rows if nbytes > 0 and taken > 0]
@@ -82,6 +87,7 @@ def measured(path: Path) -> Measured:
         iteration_s=median(passes),
         added_s=_median(added),
         copied_bytes=_median(copied),
+        replicas=sum(row[-1] for row in rows) / max(1.0, sum(row[-2] for row in rows)),
         sent_bytes_per_s=max(sent, default=None),
         detect_s=_median(of.get("detect", 0.0) for of in recoveries),
         restart_s=_median(sum(of.get(name, 0.0) for name in RESTART) for of in recoveries),

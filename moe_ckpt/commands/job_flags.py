@@ -286,7 +286,7 @@ def _setting(
     constants = replace(THIS_PROJECT, comeback=comeback)
     setting = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
     if job_file is not None:
-        setting = measured(job_file).applied(setting, replicas=constants.replicas)
+        setting = measured(job_file).applied(setting)
     if iteration_time_s is not None:
         setting = replace(setting, cost=setting.cost.lasting(iteration_time_s))
     if restart_s is not None:

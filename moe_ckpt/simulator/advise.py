@@ -201,7 +201,7 @@ def _worst(question: Question, chosen: Choice) -> str:
     if replicas is None or question.nodes == 1:
         return text
     setting = question.setting
-    stored = persist_interval(question, chosen) + setting.upload_iterations
+    stored = persist_interval(question, chosen) + setting.persist_iterations
     peers = "its one peer" if replicas == 1 else f"all {replicas} peers with its replicas"
     return (
         f"{text} If a node and {peers} are lost together, training goes back to a state in storage that is up to"

@@ -29,8 +29,9 @@ LEAST_NOISE = 0.005
 PROTECTION = 0.01
 """Of ETTR, what one more replica may cost. Faults are simulated one node at a time; racks and switches take more."""
 
-TRIED: dict[str, tuple[Any, ...]] = {"replicas": (1, 2), "local": (True, False)}
-"""Values that are tried for a setting where a system has it; all else is chosen by the system's own policy."""
+TRIED: dict[str, tuple[Any, ...]] = {"replicas": (0, 1, 2), "local": (True, False)}
+"""Values that are tried for a setting where a system has it; all else is chosen by the system's own policy. Replicas lie
+on other nodes: on one there are none, and on more at least one."""
 
 FAULTS_PER_RUN = 40
 
@@ -180,7 +181,7 @@ def too_much(question: Question, taken_bytes: int) -> str:
 
 
 def variants(system: CheckpointSystem, nodes: int) -> Iterator[CheckpointSystem]:
-    """The system with every combination of values in `TRIED`; a node has replicas on at most all others.
+    """The system with every combination of values in `TRIED`; a node has replicas on others, at most on all of them.
 
     Args:
         system: The system whose fields named in `TRIED` are varied; its other fields stay.
@@ -189,7 +190,7 @@ def variants(system: CheckpointSystem, nodes: int) -> Iterator[CheckpointSystem]
     names = [name for name in TRIED if hasattr(system, name)]
     for values in itertools.product(*(TRIED[name] for name in names)):
         given = dict(zip(names, values, strict=True))
-        if given.get("replicas", 1) <= max(1, nodes - 1):
+        if min(1, nodes - 1) <= given.get("replicas", nodes - 1) <= nodes - 1:
             yield cast("CheckpointSystem", replace(cast("Any", system), **given)) if given else system
 
 

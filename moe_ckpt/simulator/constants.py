@@ -23,12 +23,14 @@ class Constants:
     replicas: r, peers that keep a snapshot in memory. network_share, host_share: of the rate of a rank's NIC, and of
     its link to the host, that copies reach while training leaves these alone. contention: of the seconds for which a
     copy and its replicas keep a GPU's link to the host busy, what they add to training (memory and PCIe are shared);
-    None: by the roofline, the share of the memory's rate that the link takes from it.
+    None: by the roofline, the share of the memory's rate that the link takes from it. copies_weights: whether copies in
+    memory have the compute weights too, which this project casts from the masters (`Precision.full_bytes`).
 
     Storage:
     persist_stall_s: what a checkpoint to storage stalls training whatever its size (barriers, commit).
     upload_slowdown: share by which iterations get longer while a checkpoint is uploaded. persist_every_s: time between
-    the states that systems which checkpoint to memory put into storage for the loss of all replicas.
+    the states that systems which checkpoint to memory put into storage for the loss of all replicas. persist_slowdown:
+    share by which iterations get longer meanwhile; these states wait for nobody, so nothing stalls.
 
     Recovery:
     detect_s. cold_launch_s: tear down, replace the node, start all processes, import, build the model. connect_s: until
@@ -42,7 +44,8 @@ class Constants:
 
     MoC:
     pec_floor: share of the experts in a snapshot at first. pec_slowdown: share by which a snapshot of this size in each
-    iteration makes it longer. pec_snapshot_bytes_per_s: GPU to host, of one rank. pec_blocking_s: what it takes to
+    iteration makes it longer; None: snapshots of any size are copied as those of the other systems, as `pec` has it,
+    and the next two do not matter. pec_snapshot_bytes_per_s: GPU to host, of one rank. pec_blocking_s: what it takes to
     collect and commit a snapshot that is larger than the buffers, beside its copies. pec_lost_per_hour: the lost-token
     budget, in iterations' worth of tokens per hour of planned training. planned_s: length of the planned training.
     """
@@ -53,9 +56,11 @@ class Constants:
     network_share: float = 0.77
     host_share: float = 0.8
     contention: float | None = FOUND["fitted"]["contention"]
+    copies_weights: bool = True
     persist_stall_s: float = 1.2
     upload_slowdown: float = 0.195
     persist_every_s: float = 3 * 3600.0
+    persist_slowdown: float = 0.0
     detect_s: float = 3.0
     cold_launch_s: float = FOUND["fitted"]["cold_launch_s"]
     connect_s: float = 0.003
@@ -67,7 +72,7 @@ class Constants:
     restarts_all: bool = False
     frozen_saves: float = 1 / 3
     pec_floor: float = 1 / 8
-    pec_slowdown: float = 0.08
+    pec_slowdown: float | None = 0.08
     pec_snapshot_bytes_per_s: float = 1e9
     pec_blocking_s: float = 2.6
     pec_lost_per_hour: float = 2.4
@@ -79,7 +84,7 @@ class Constants:
             value = getattr(self, field.name)
             if field.name in _ABOVE_0:
                 positive(field.name, value)
-            elif isinstance(value, float):  # restart_s and contention may be None
+            elif isinstance(value, float):  # some may be None
                 not_negative(field.name, value)
         for name in (*_SHARES, "frozen_saves"):
             if getattr(self, name) > 1:
@@ -143,9 +148,12 @@ THIS_PROJECT = replace(
     restarts_all=True,
     persist_every_s=1800.0,
     contention=None,
+    copies_weights=False,
     upload_slowdown=FOUND["fitted"]["upload_slowdown"],
+    persist_slowdown=FOUND["fitted"]["upload_slowdown"],
+    pec_slowdown=None,
     store_requests_per_s=30_000.0,
     meeting_polls_per_s=20_000.0,
 )
 """Predictions of runs with this project. What was fitted to another software and cluster and does not show on this one
-(that copies slow training) is not taken over: decision 091."""
+(that copies slow training, by `full` as by MoC) is not taken over: decision 091."""

@@ -128,6 +128,7 @@ class _Running:
         self._duration_s = duration_s
         self._now_s = self._resumed_s = 0.0
         self._done = 0.0
+        self._stored = 0
         self._useful_s = self._overhead_s = self._recovery_s = 0.0
         self._recoveries: list[_Recovering] = []
         self._filled_s: dict[int, float] = {}
@@ -164,7 +165,9 @@ class _Running:
         recovery = self._behaviour.strike(int(self._done), nodes=nodes, down=fault.nodes | empty)
         self._filled_s.update(dict.fromkeys(fault.nodes, self._now_s + recovery.refill_s))
         if recovery.from_storage:
-            self._roll_back(recovery.iterations_again)
+            # What was read from storage is still there, however long ago it was written.
+            self._roll_back(min(recovery.iterations_again, int(self._done) - self._stored))
+            self._stored = int(self._done)
         takes_s = recovery.down_s if recovery.from_storage else recovery.total_s
         apart = [ongoing for ongoing in under_way if ongoing not in joined]
         self._recoveries = [*apart, _Recovering(nodes, self._now_s + takes_s)]

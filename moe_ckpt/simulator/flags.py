@@ -83,8 +83,7 @@ def persist_interval(question: Question, choice: Choice) -> int:
         question: What the job is.
         choice: Keeps snapshots in memory.
     """
-    setting = question.setting
-    return max(setting.persist_interval, choice.interval, 2 * setting.upload_iterations)
+    return max(question.setting.persist_interval, choice.interval)
 
 
 def _replicas(choice: Choice) -> str:

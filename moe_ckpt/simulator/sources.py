@@ -20,6 +20,10 @@ CONSTANTS = {
         f"{_TABLE3}: MoEvement's ETTR, 12 cells, with local_restart_s. For this project, without a value: assumed by"
         " the roofline, as Gemini (SOSP 2023) reports no overhead of a checkpoint per iteration; no GPU was measured",
     ),
+    "copies_weights": (
+        "given",
+        "this project casts compute weights from the masters; MoEvement's dense state has both",
+    ),
     "persist_stall_s": ("fitted", f"{_TABLE3}: CheckFreq's intervals, 3 rows"),
     "upload_slowdown": (
         "fitted",
@@ -29,6 +33,7 @@ CONSTANTS = {
         "published",
         "Gemini's three hours; for this project half an hour, as racks fail: docs/results/failure-traces.md",
     ),
+    "persist_slowdown": ("assumed", "0 in the papers' systems; for this project as its upload_slowdown"),
     "detect_s": ("assumed", "heartbeats of a few seconds"),
     "cold_launch_s": ("fitted", f"{_TABLE3}: ETTR of Gemini, 12 cells; with the node's replacement, on Azure"),
     "connect_s": ("published", "MegaScale (NSDI 2024) 3.5: under 5 s for 2,048 GPUs, under 30 s for more than 10,000"),
@@ -43,7 +48,7 @@ CONSTANTS = {
     "restarts_all": ("given", "torchrun restarts all ranks"),
     "frozen_saves": ("published", "MoEvement 3.5"),
     "pec_floor": ("published", "MoEvement Fig. 10c"),
-    "pec_slowdown": ("fitted", f"{_TABLE3}: MoC's overhead at 2 h"),
+    "pec_slowdown": ("fitted", f"{_TABLE3}: MoC's overhead at 2 h; for this project, without a value: as contention"),
     "pec_snapshot_bytes_per_s": ("published", "MoC-System 6.2.4"),
     "pec_blocking_s": ("fitted", f"{_TABLE3}: MoC's overhead at 1 h and below"),
     "pec_lost_per_hour": ("fitted", f"{_TABLE3}: that MoC's budget holds at 2 h and fails at 1 h"),

@@ -42,8 +42,10 @@ class _Dense:
             return setting.from_storage(iteration)
 
         lost_s = (interval / 2 + self.latency) * setting.iteration_s
-        expected_s = self.fixed_s(setting) + lost_s
-        return Behaviour(name, setting.iteration_s, interval, 1, self.stall_s / interval, expected_s, recover)
+        expected_s, overhead_s = self.fixed_s(setting) + lost_s, self.stall_s / interval
+        if replicas is not None:
+            expected_s, overhead_s = replicas.expected_s(expected_s), overhead_s + setting.persist_overhead_s
+        return Behaviour(name, setting.iteration_s, interval, 1, overhead_s, expected_s, recover)
 
     def fixed_s(self, setting: SystemSetting) -> float:
         """The part of a recovery that no interval changes, but for the latency."""
@@ -116,7 +118,7 @@ class TorchDistSystem:
         self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
     ) -> Behaviour:
         """See `CheckpointSystem`."""
-        snapshot_s = setting.whole_bytes / setting.host_bytes_per_s
+        snapshot_s = setting.dense_bytes / setting.host_bytes_per_s
         if self.asynchronous:
             uploaded = _uploaded(setting)
             dense = _Dense(uploaded.stall_s + snapshot_s, uploaded.latency, uploaded.load_s)

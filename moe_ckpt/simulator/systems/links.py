@@ -105,24 +105,31 @@ class SystemSetting:
         return len(self.job.topology.ranks_by_node)
 
     @property
+    def dense_bytes(self) -> float:
+        """Of the busiest rank in a dense checkpoint: compute weights and the optimizer's state."""
+        return self.job.busiest_rank_parameters * self.job.precision.bytes_per_parameter(Part.EVERYTHING)
+
+    @property
+    def copied_parameter_bytes(self) -> int:
+        """Of one parameter, what copies in memory have."""
+        precision = self.job.precision
+        return precision.bytes_per_parameter(Part.EVERYTHING) if self.constants.copies_weights else precision.full_bytes
+
+    @property
     def whole_bytes(self) -> float:
-        """A dense snapshot of the busiest rank: compute weights and the optimizer's state."""
-        return self.job.busiest_rank_parameters * self._everything
+        """A whole snapshot in memory of the busiest rank."""
+        return self.job.busiest_rank_parameters * self.copied_parameter_bytes
 
     @property
     def load_s(self) -> float:
-        """To read a dense snapshot from a peer's memory."""
+        """To read a whole snapshot from a peer's memory."""
         return self.whole_bytes / self.fetch_bytes_per_s
-
-    @property
-    def model_bytes(self) -> float:
-        """A dense checkpoint of the whole model."""
-        return self.job.shape.total_parameters * self._everything
 
     @property
     def upload_s(self) -> float:
         """A dense checkpoint of the whole model on its way to storage, or back."""
-        return self.model_bytes / self.cluster.storage_bytes_per_s
+        parameters, precision = self.job.shape.total_parameters, self.job.precision
+        return parameters * precision.bytes_per_parameter(Part.EVERYTHING) / self.cluster.storage_bytes_per_s
 
     @property
     def upload_iterations(self) -> int:
@@ -130,9 +137,24 @@ class SystemSetting:
         return math.ceil(self.upload_s / self.iteration_s)
 
     @property
+    def persist_s(self) -> float:
+        """A whole snapshot of the model on its way from memory to storage, or back."""
+        return self.job.shape.total_parameters * self.copied_parameter_bytes / self.cluster.storage_bytes_per_s
+
+    @property
+    def persist_iterations(self) -> int:
+        """Iterations until such a state in storage can be used."""
+        return math.ceil(self.persist_s / self.iteration_s)
+
+    @property
+    def persist_overhead_s(self) -> float:
+        """What states on their way to storage add to an iteration of a system that checkpoints to memory, on average."""
+        return self.constants.persist_slowdown * self.persist_s / self.persist_interval
+
+    @property
     def persist_interval(self) -> int:
-        """Iterations between the states in storage of a system that checkpoints to memory."""
-        return max(1, round(self.constants.persist_every_s / self.iteration_s))
+        """Iterations between the states in storage of a system that checkpoints to memory: one at a time."""
+        return max(1, round(self.constants.persist_every_s / self.iteration_s), 2 * self.persist_iterations)
 
     def restart(self, load_s: float, iterations: int, replay_s: float, *, from_storage: bool = False) -> RecoveryCost:
         """All ranks start again from one state and train what came after it again.
@@ -171,12 +193,14 @@ class SystemSetting:
 
     def from_storage(self, iteration: int) -> RecoveryCost:
         """The recovery when memory has lost a copy for good."""
-        again = since(iteration, self.persist_interval, self.upload_iterations)
-        return self.restart(self.upload_s, again, again * self.iteration_s, from_storage=True)
+        again = since(iteration, self.persist_interval, self.persist_iterations)
+        return self.restart(self.persist_s, again, again * self.iteration_s, from_storage=True)
 
     @property
-    def _everything(self) -> int:
-        return self.job.precision.bytes_per_parameter(Part.EVERYTHING)
+    def expected_from_storage_s(self) -> float:
+        """Mean seconds of that, with the iteration that is cut off."""
+        again = self.persist_interval / 2 + self.persist_iterations
+        return self.restart(self.persist_s, 0, again * self.iteration_s, from_storage=True).total_s
 
 
 def since(iteration: int, interval: int, latency: int) -> int:
@@ -215,6 +239,15 @@ class Replicas:
         if len(nodes) <= min(self.count, self.setting.nodes - 1):
             return True
         return not surviving(self._placement, nodes).lost
+
+    def expected_s(self, in_memory_s: float) -> float:
+        """E[R] of a fault of one node.
+
+        Args:
+            in_memory_s: The same where the memory of the others survives it.
+        """
+        survives = self.survive(frozenset((next(iter(self.setting.job.topology.ranks_by_node)),)))
+        return in_memory_s if survives else self.setting.expected_from_storage_s
 
     @cached_property
     def _placement(self) -> Placement:

@@ -24,6 +24,7 @@ class LossyBehaviour(Behaviour):
             return setting.from_storage(iteration)
 
         expected_s = setting.restart(setting.load_s, 0, (1 / 2 + COPIED_AFTER) * setting.iteration_s).total_s
+        expected_s = replicas.expected_s(expected_s)
         super().__init__(name, setting.iteration_s, 1, 1, overhead_s, expected_s, recover, k_share=k_share)
         self._setting, self._replicas = setting, replicas
         self._lost_iterations = 0.0

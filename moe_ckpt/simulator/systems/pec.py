@@ -66,7 +66,7 @@ class PecCosts:
     def rank_bytes(self) -> tuple[tuple[float, float], ...]:
         """Bytes of non-experts and of experts whose state a rank owns, for the ranks of each stage."""
         job = self.setting.job
-        each = job.precision.bytes_per_parameter(Part.EVERYTHING)
+        each = self.setting.copied_parameter_bytes
         found: set[tuple[float, float]] = set()
         for operators in owned_operators(job.shape, job.topology).values():
             parts = [0.0, 0.0]
@@ -81,14 +81,17 @@ class PecCosts:
         """Added to an iteration by a snapshot with this share of all experts.
 
         Up to the floor MoC copies beside training. A larger snapshot is collected and goes to the host and on to the
-        peers while training waits.
+        peers while training waits. `pec` copies all beside training, which waits for what has no time there.
         """
         setting, constants = self.setting, self.setting.constants
-        beside_s = constants.pec_slowdown * setting.iteration_s
-        if share <= self.floor:
-            return beside_s
         rank_bytes = max(dense + share * experts for dense, experts in self.rank_bytes)
         peers_s = rank_bytes / setting.peer_bytes_per_s(constants.replicas)
+        if constants.pec_slowdown is None:
+            late_s = max(0.0, peers_s - setting.free_s)
+            return late_s + setting.slowed_s(rank_bytes, constants.replicas) + setting.persist_overhead_s
+        beside_s = constants.pec_slowdown * setting.iteration_s + setting.persist_overhead_s
+        if share <= self.floor:
+            return beside_s
         return beside_s + constants.pec_blocking_s + rank_bytes / constants.pec_snapshot_bytes_per_s + peers_s
 
 

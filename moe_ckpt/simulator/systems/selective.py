@@ -108,6 +108,7 @@ class SelectiveBehaviour(LossyBehaviour):
     def __init__(self, name: str, losses: SelectiveLosses) -> None:
         setting = losses.setting
         overhead_s = losses.stall_s + setting.slowed_s(losses.copied_bytes, losses.replicas.count)
+        overhead_s += setting.persist_overhead_s
         super().__init__(name, setting, losses.replicas, overhead_s=overhead_s, k_share=losses.share)
         self._losses = losses
         self._restored = 0

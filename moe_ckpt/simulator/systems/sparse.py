@@ -53,7 +53,7 @@ class MoEvement:
         replay = ReplayCost(self, setting, schedules, shares)
         recover = _Recovery(setting, replay, Replicas(setting, count), self.local)
         copied = max(sum(schedule.load_bytes) for schedule in schedules.values()) / size
-        overhead_s = stall_s + setting.slowed_s(copied, count)
+        overhead_s = stall_s + setting.slowed_s(copied, count) + setting.persist_overhead_s
         joint = recover.meet if self.local and not constants.restarts_all else None
         return Behaviour(self.name, setting.iteration_s, size, size, overhead_s, recover.expected_s, recover, joint)
 
@@ -285,7 +285,8 @@ class _Recovery:
             total_s += costs[runs]
         nobody: Nodes = frozenset()
         down_s = self(0, frozenset((next(iter(topology.ranks_by_node)),)), nobody).down_s
-        return down_s + total_s / len(topology.ranks_by_node) + setting.iteration_s / 2
+        mean_s = down_s + total_s / len(topology.ranks_by_node) + setting.iteration_s / 2
+        return self._replicas.expected_s(mean_s)
 
     def _rewind(self, iteration: int) -> tuple[int, int]:
         """Iterations of a window to replay, with the first after it, and the iterations after that; until there is a

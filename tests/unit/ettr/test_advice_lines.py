@@ -91,8 +91,8 @@ def test_the_age_of_a_state_in_storage_is_that_of_the_flags_and_of_its_upload() 
     )
     found = advise(question, ("gemini",))
     config, setting = parsed(flags_of(question, found.choices[0])), question.setting
-    assert config.persist_interval == 2 * setting.upload_iterations
-    hours = (config.persist_interval + setting.upload_iterations) * setting.iteration_s / 3600
+    assert config.persist_interval == 2 * setting.persist_iterations
+    hours = (config.persist_interval + setting.persist_iterations) * setting.iteration_s / 3600
     assert f"a state in storage that is up to {hours:.2f} h old" in " ".join(found.reasons)
 
 

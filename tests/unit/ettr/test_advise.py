@@ -38,9 +38,10 @@ def question(
     shape: ModelShape = GPT,
     topology: Topology = LAYOUT,
     memory_bytes: int | None = None,
+    batch: int = 512,
 ) -> Question:
     machines = cluster("azure-nc96ads-a100")
-    job = TrainingJob(shape, topology, FP16_FP32, 512, 8, 2048)
+    job = TrainingJob(shape, topology, FP16_FP32, batch, batch // 64, 2048)
     cost = iteration_cost(job, machines, MOEVEMENT_UTILISATION)
     return Question(job, cost, machines, mtbf_s, STAGES_ALONE, memory_bytes=memory_bytes, seeds=4)
 
@@ -166,8 +167,16 @@ def test_noise_is_that_of_runs_with_the_same_faults() -> None:
 
 def test_a_job_on_one_node_has_no_peers_and_loses_what_is_in_memory() -> None:
     asked = question(shape=preset("GPT-125M-8E"), topology=Topology(8, ep=8))
-    assert [one.replicas for one in variants(Gemini(), asked.nodes)] == [1]  # type: ignore[attr-defined]
-    assert best_of(asked, "gemini").worst_iterations > 1000
+    assert [one.replicas for one in variants(Gemini(), asked.nodes)] == [0]  # type: ignore[attr-defined]
+    found = best_of(asked, "gemini")
+    assert found.worst_iterations > 1000
+    assert found.recovery_s > 0.5 * asked.constants.persist_every_s
+
+
+def test_a_job_of_one_rank_is_advised_like_any_other() -> None:
+    found = advise(question(shape=preset("GPT-125M-8E"), topology=Topology(1), batch=64), ("gemini", "moevement"))
+    assert not found.impossible
+    assert {one.settings["replicas"] for one in found.choices} == {0}
 
 
 def test_a_model_without_experts_cannot_use_systems_that_choose_among_them() -> None:

@@ -136,6 +136,11 @@ def test_a_recovery_from_storage_undoes_iterations_that_were_done() -> None:
     assert run.iterations == pytest.approx(680)
 
 
+def test_a_state_that_was_read_from_storage_is_there_for_the_next_fault() -> None:
+    found = simulate(simple(storage_iterations=50), [at(100, 1, 2), at(130, 3, 4)], 200)
+    assert (found.from_storage, found.iterations) == (2, 50 + 50)  # 20 s down twice, 10 s trained between
+
+
 def test_a_node_counts_as_lost_until_its_memory_is_filled_again() -> None:
     soon = simulate(simple(storage_iterations=300), [at(400, 0), at(403, 1)], 1000)
     later = simulate(simple(storage_iterations=300), [at(400, 0), at(406, 1)], 1000)

@@ -13,6 +13,7 @@ from megatron_flags import parser
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from moe_ckpt.commands.advise import advise
 from moe_ckpt.commands.from_job import measured
+from moe_ckpt.commands.plan import plan
 from moe_ckpt.commands.simulate import simulate
 
 JOB = ("--model", "GPT-125M-8E", "--ep", "8", "--world-size", "16", "--seeds", "2", "--system", "gemini", "--json")
@@ -43,6 +44,24 @@ def test_medians_of_a_job_are_read_from_its_metrics(tmp_path: Path) -> None:
     assert (found.detect_s, found.restart_s) == (0.5, 7.0)
     assert found.parts_s == {"restart": 0.5, "import": 3.5, "rendezvous": 1.0, "build": 2.0}
     assert found.sent_bytes_per_s == pytest.approx(1.5e9)
+
+
+def test_an_iteration_without_a_copy_lost_nothing_to_one(tmp_path: Path) -> None:
+    path = metrics(tmp_path, 21)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[:-1]:
+        row |= {"stall_s": 0.0} | ({} if row["iteration"] % 10 == 0 else {"snapshot_bytes": 0, "replicated_bytes": 0})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert measured(path).iteration_s == 2.0
+
+
+def test_a_plan_of_the_job_that_was_measured_adds_what_that_measured(tmp_path: Path) -> None:
+    words = ("--model", "GPT-125M-8E", "--ep", "8", "--world-size", "32", "--moe-ckpt-strategy", "full", "--json")
+    replicas = ("--moe-ckpt-replicas", "3")
+    found = CliRunner().invoke(plan, [*words, *replicas, "--from", str(metrics(tmp_path))])
+    said = json.loads(found.stdout)
+    added_s = 0.15 * said["largest_snapshot_of_a_rank_bytes"] / 1e9
+    assert said["checkpoints_add_to_an_iteration"] * 1.6 == pytest.approx(added_s, rel=0.02)
 
 
 def test_advice_takes_what_a_job_measured(tmp_path: Path) -> None:

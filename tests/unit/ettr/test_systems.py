@@ -345,6 +345,51 @@ def test_synchronous_checkpoints_stall_for_the_whole_upload() -> None:
     assert sync.overhead_s * 100 > upload_s > background.overhead_s * 100
 
 
+IN_MEMORY = ("gemini", "moevement", "moc", "moetion")
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_states_that_go_to_storage_slow_training_as_other_checkpoints_do(name: str) -> None:
+    often, seldom = (
+        behaviour(SYSTEMS[name], constants=replace(THIS_PROJECT, persist_every_s=every_s)) for every_s in (900, 9e9)
+    )
+    written_s = 12 * preset("DeepSeek-MoE").total_parameters / AZURE.storage_bytes_per_s
+    added = (often.overhead_s - seldom.overhead_s) / often.iteration_s
+    assert added == pytest.approx(THIS_PROJECT.upload_slowdown * written_s / 900, rel=0.01)
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_copies_of_this_project_have_no_compute_weights(name: str) -> None:
+    slow = replace(THIS_PROJECT, contention=1.0, persist_slowdown=0.0)
+    whole, own = (
+        behaviour(SYSTEMS[name], constants=replace(slow, copies_weights=also), cost=cost_of("DeepSeek-MoE", 0.0))
+        for also in (True, False)
+    )
+    assert own.expected_recovery_s <= whole.expected_recovery_s
+    assert own.overhead_s <= whole.overhead_s
+    changed = (own.expected_recovery_s, own.overhead_s) != (whole.expected_recovery_s, whole.overhead_s)
+    assert changed == (name != "moevement")  # which never had them
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_lost_node_without_replicas_is_expected_to_cost_what_goes_back_to_storage(name: str) -> None:
+    constants = replace(MOEVEMENT, replicas=0)
+    found = behaviour(SYSTEMS[name], constants=constants)
+    every = round(constants.persist_every_s / found.iteration_s)
+    strikes = [found.fresh().strike(at, nodes=NODE).total_s for at in range(4 * every, 5 * every, 37)]
+    assert found.expected_recovery_s == pytest.approx(sum(strikes) / len(strikes), rel=0.02)
+
+
+def test_pec_costs_what_its_copies_take_and_not_what_mocs_did() -> None:
+    found = [
+        behaviour(Moc(k_share=1 / 8, lost_per_hour=1e9), constants=replace(THIS_PROJECT, contention=contention))
+        for contention in (0.1, 0.2)
+    ]
+    one, other = (each.overhead_s for each in found)
+    assert one < other < 2 * one
+    assert one < MOEVEMENT.pec_slowdown * found[0].iteration_s
+
+
 def test_without_checkpoints_everything_is_trained_again() -> None:
     found = behaviour(SYSTEMS["none"])
     assert found.overhead_s == 0
