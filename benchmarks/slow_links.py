@@ -41,6 +41,8 @@ ITERATIONS, FAULTS = 40, ("1@22:forward-backward", "0@23:step")
 """Rounds take the faults in turn, one in each job."""
 MTBFS = (100, 1_000, 10_000)
 """In iterations: with iterations of 10 s 17 minutes, 2.8 hours and 28 hours."""
+USABLE_AFTER = 1
+"""Iterations from a snapshot to the first that it can be loaded after (decision 110)."""
 MOST_INTERVAL = 1000
 
 
@@ -122,8 +124,9 @@ def lost(rounds: Sequence[dict[str, Any]], name: str, key: str) -> list[float]:
 
 
 def best_full(snapshot: float, restart: float, mtbf: float) -> tuple[float, int]:
-    """The highest ETTR of `full` and its interval, half of which a fault loses; all times in iterations."""
-    choices = ((ettr(snapshot / n, restart + n / 2, mtbf), n) for n in range(1, MOST_INTERVAL + 1))
+    """The highest ETTR of `full` and its interval, all in iterations. A fault loses half of the interval, and what was
+    trained until the newest snapshot could be used."""
+    choices = ((ettr(snapshot / n, restart + n / 2 + USABLE_AFTER, mtbf), n) for n in range(1, MOST_INTERVAL + 1))
     return max(choices)
 
 
@@ -158,7 +161,8 @@ def page(result: dict[str, Any]) -> list[str]:
         " and storage are off, faults are lost processes, and all stages roll back.",
         "",
         "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what is replayed or trained"
-        " again after a fault, in iterations, and the restart, which both have alike.",
+        " again after a fault, in iterations, and the restart, which both have alike. What `full` trains again is"
+        f" computed: half of its interval, and {USABLE_AFTER} until a snapshot can be used.",
         "",
         row("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "again, `sparse`", "restart"),
         rule(6, 1),

@@ -30,8 +30,8 @@ PROTECTION = 0.01
 """Of ETTR, what one more replica may cost. Faults are simulated one node at a time; racks and switches take more."""
 
 TRIED: dict[str, tuple[Any, ...]] = {"replicas": (0, 1, 2), "local": (True, False)}
-"""Values that are tried for a setting where a system has it; all else is chosen by the system's own policy. Replicas lie
-on other nodes: on one there are none, and on more at least one."""
+"""Values that are tried for a setting where a system has it; all else is chosen by the system's own policy. On one node
+there are no replicas, on more at least one."""
 
 FAULTS_PER_RUN = 40
 

@@ -148,7 +148,7 @@ class SystemSetting:
 
     @property
     def persist_overhead_s(self) -> float:
-        """What states on their way to storage add to an iteration of a system that checkpoints to memory, on average."""
+        """What states on their way to storage add to an iteration of a system in memory, on average."""
         return self.constants.persist_slowdown * self.persist_s / self.persist_interval
 
     @property

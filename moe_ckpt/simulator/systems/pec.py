@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import fmean
 
 from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
-from megatron.core.dist_checkpointing.moe.types import Part, SnapshotPlan
+from megatron.core.dist_checkpointing.moe.types import SnapshotPlan
 
 from ..behaviour import Behaviour, Nodes, RecoveryCost
 from ..driver import Driver, layer_job
@@ -81,7 +81,7 @@ class PecCosts:
         """Added to an iteration by a snapshot with this share of all experts.
 
         Up to the floor MoC copies beside training. A larger snapshot is collected and goes to the host and on to the
-        peers while training waits. `pec` copies all beside training, which waits for what has no time there.
+        peers while training waits. `pec` copies all while training continues, which waits for what has no time there.
         """
         setting, constants = self.setting, self.setting.constants
         rank_bytes = max(dense + share * experts for dense, experts in self.rank_bytes)
