@@ -94,16 +94,7 @@ def contradictions(
         except UsageError as error:
             yield str(error)
     if given.copy_placement == "bubbles":
-        if stages is not None and stages < 2:
-            yield (
-                f"--moe-ckpt-copy-placement bubbles needs pipeline stages that wait for each other, but the job has"
-                f" {stages}: choose spread"
-            )
-        if given.copy_rate != AUTO:
-            yield (
-                f"--moe-ckpt-copy-placement bubbles has a pace of its own, which --moe-ckpt-copy-rate"
-                f" {given.copy_rate} contradicts: choose auto, or spread"
-            )
+        yield from _without_bubbles(given, stages)
     if given.elastic is not None:
         yield from _not_elastic(given)
     if given.replicas is not None and given.replicas >= world_size and given.elastic is None:
@@ -131,6 +122,20 @@ def _unfollowable(given: MoECheckpointConfig) -> Iterator[str]:
         yield f"{flag} follows whole shards of the optimizer, which --moe-ckpt-shard {given.shard} cuts: leave one out"
     if given.replicas == 0:
         yield f"{flag} has no effect with --moe-ckpt-replicas 0"
+
+
+def _without_bubbles(given: MoECheckpointConfig, stages: int | None) -> Iterator[str]:
+    """A sentence for each reason why copies cannot wait for bubbles."""
+    if stages is not None and stages < 2:
+        yield (
+            f"--moe-ckpt-copy-placement bubbles needs pipeline stages that wait for each other, but the job has"
+            f" {stages}: choose spread"
+        )
+    if given.copy_rate != AUTO:
+        yield (
+            f"--moe-ckpt-copy-placement bubbles has a pace of its own, which --moe-ckpt-copy-rate"
+            f" {given.copy_rate} contradicts: choose auto, or spread"
+        )
 
 
 def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:

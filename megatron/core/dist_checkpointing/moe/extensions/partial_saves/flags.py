@@ -43,13 +43,18 @@ def unfit_expert_saves(args: Any, strategy: str) -> Iterator[str]:
         args: Of Megatron-LM, with `ExpertSaveFlags` among them.
         strategy: The value of `--moe-ckpt-strategy`.
     """
-    k = getattr(args, "save_experts", None)
-    if k is None:
-        for name in ("save_experts_selection", "save_experts_scope"):
-            value = getattr(args, name, None)
-            if value not in (None, getattr(_DEFAULTS, name)):
-                yield f"--{name.replace('_', '-')} {value} needs --save-experts"
+    if getattr(args, "save_experts", None) is not None:
+        yield from _unfit_experts(args, strategy)
         return
+    for name in ("save_experts_selection", "save_experts_scope"):
+        value = getattr(args, name, None)
+        if value not in (None, getattr(_DEFAULTS, name)):
+            yield f"--{name.replace('_', '-')} {value} needs --save-experts"
+
+
+def _unfit_experts(args: Any, strategy: str) -> Iterator[str]:
+    """The same of a job with `--save-experts`."""
+    k = args.save_experts
     told = f"--save-experts {k}"
     if strategy == "none":
         yield f"{told} needs a --moe-ckpt-strategy, under which checkpoints are published whole and verified"
