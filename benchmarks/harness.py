@@ -93,7 +93,6 @@ class Benchmark:
 def machine() -> dict[str, Any]:
     """What the numbers depend on, and how busy it was."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -101,10 +100,20 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "torch": version("torch"),
         "megatron_core": version("megatron-core"),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "load_before": os.getloadavg()[0],
     }
+
+
+def commit() -> str:
+    """Of the sources that run, with `-dirty` where they were changed, as `git describe` has it; "" without git."""
+    asked = (
+        ["rev-parse", "--short", "HEAD"],
+        ["status", "--porcelain", "-uno", "--", ".", ":!docs", ":!benchmarks/results"],
+    )
+    head, changed = (subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True) for words in asked)
+    return head.stdout.strip() + ("-dirty" if changed.stdout else "")
 
 
 def where(result: Mapping[str, Any]) -> str:
