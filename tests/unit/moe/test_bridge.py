@@ -223,6 +223,25 @@ def test_flags_in_the_environment_that_are_none_are_named(
         bridge.protected(loads)
 
 
+def test_an_empty_environment_variable_leaves_protection_to_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    monkeypatch.setenv("MOE_CKPT_FLAGS", " ")
+    config = configuration(checkpoint=Section(moe_ckpt={"strategy": "full"}))
+    bridge.protected(loads)(config, lambda: None)
+    assert config.checkpoint.custom_manager_class
+
+
+def test_flags_in_the_environment_without_a_strategy_switch_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_CKPT_FLAGS", "--moe-ckpt-interval 1")
+    with pytest.raises(UsageError, match=r"MOE_CKPT_FLAGS has no --moe-ckpt-strategy: .*cfg.checkpoint.moe_ckpt"):
+        bridge.protected(loads)
+
+
+def test_the_strategy_none_in_the_environment_leaves_pretrain_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_CKPT_FLAGS", "--moe-ckpt-strategy none")
+    assert bridge.protected(loads) is loads
+
+
 def test_training_that_was_never_loaded_is_not_called_protected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_CKPT_FLAGS", "--moe-ckpt-strategy full")
     manager = bridge.BridgeCheckpointManager(Section())
@@ -235,6 +254,7 @@ def test_training_that_was_never_loaded_is_not_called_protected(monkeypatch: pyt
     [
         ({"train": Section(iterations_to_skip=[3])}, "iterations_to_skip"),
         ({"optimizer": Section(optimizer_cuda_graph=True)}, "optimizer_cuda_graph"),
+        ({"optimizer": Section(optimizer_cpu_offload=True)}, "optimizer_cpu_offload"),
         ({"inprocess_restart": Section(enabled=True)}, "inprocess_restart"),
         ({"peft": Section()}, "peft"),
         ({"dist": Section(use_decentralized_pg=True)}, "use_decentralized_pg"),

@@ -237,6 +237,9 @@ def refusals(cfg: Any, ctx: Any = None) -> Iterator[str]:
         "optimizer.optimizer_cuda_graph takes the optimizer's step out of sight": _is_on(
             cfg.optimizer, "optimizer_cuda_graph"
         ),
+        "optimizer.optimizer_cpu_offload: Bridge rounds masters to the weights of the device after each load": _is_on(
+            cfg.optimizer, "optimizer_cpu_offload"
+        ),
         "inprocess_restart restarts without a new process": _is_on(cfg.inprocess_restart, "enabled"),
         "peft trains adapters beside frozen weights": cfg.peft is not None,
         "dist.use_decentralized_pg hides the process groups of Megatron-Core": _is_on(cfg.dist, "use_decentralized_pg"),
@@ -343,14 +346,20 @@ _CURRENT: ContextVar[_Run | None] = ContextVar("protected run", default=None)
 
 
 def _settings_from_environment() -> MoECheckpointConfig | None:
-    """What MOE_CKPT_FLAGS says, None where it is not set. Raises UsageError for a flag that does not exist."""
-    if SETTINGS not in os.environ:
-        return None
+    """What MOE_CKPT_FLAGS says, None where it is not set, or empty. Raises UsageError for flags that do not exist, or
+    do not say whether there is to be protection."""
     try:
-        words = shlex.split(os.environ[SETTINGS])
+        words = shlex.split(os.environ.get(SETTINGS, ""))
     except ValueError as error:
         raise UsageError(f"{SETTINGS}: {error}") from error
-    return _parsed(words, SETTINGS)
+    if not words:
+        return None
+    found = _parsed(words, SETTINGS)
+    if not any(word.startswith(f"--{MoECheckpointConfig.PREFIX}strategy") for word in words):
+        raise UsageError(
+            f"{SETTINGS} has no --moe-ckpt-strategy: add one, or unset the variable and use cfg.checkpoint.{FIELD}"
+        )
+    return found
 
 
 def _settings_of(checkpoint: Any) -> MoECheckpointConfig:

@@ -50,7 +50,6 @@ _RULES = (
     ("logger", "log_energy", f"its monitor {_TWICE}"),
     ("tensor_inspect", "enabled", f"it {_TWICE}"),
     ("dist", "lazy_mpu_init", "groups are then made by somebody else"),
-    ("optimizer", "optimizer_cpu_offload", "it was never tested with"),
 )
 
 
