@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from stock_stand_in import one_rank
 
+from megatron.core import num_microbatches_calculator as batches
 from megatron.core.dist_checkpointing.moe import manager
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, UsageError
@@ -417,3 +418,42 @@ def test_a_rank_leaves_in_order_though_that_error_kept_the_end_of_the_block_from
     del block
     assert left == [Cause.PEER_LOST]
     assert watcher.stopped == [False]
+
+
+DRAWING = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"], "attention_dropout": 0.1}
+CAPACITY = {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router"], "moe_expert_capacity_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "said"),
+    [
+        ("full", DRAWING, "--cuda-graph-impl transformer_engine does not go with .* attention_dropout 0.1: a capture"),
+        ("selective", CAPACITY, "--cuda-graph-impl local does not go with --moe-ckpt-capacity-boost 10"),
+    ],
+)
+def test_graphs_that_no_strategy_can_be_exact_with_are_refused_in_any_loop(
+    strategy: str, model: dict[str, Any], said: str
+) -> None:
+    config = SimpleNamespace(num_moe_experts=8, pipeline_model_parallel_size=1, **model)
+    with pytest.raises(UsageError, match=said):
+        manager.refuse_contradictions(MoECheckpointConfig(strategy=strategy), chunk(), config)
+
+
+def test_batches_that_grow_are_refused_in_any_loop_where_tokens_are_counted_or_iterations_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = SimpleNamespace(num_moe_experts=8)
+    growing: Any = object.__new__(batches.NumMicroBatchesCalculator.__subclasses__()[-1])
+    for strategy in ("full", "pec", "selective", "sparse"):
+        config = MoECheckpointConfig(strategy=strategy)
+        for calculator in (None, batches.ConstantNumMicroBatchesCalculator(4, 1, 1, False, 0)):
+            monkeypatch.setattr(batches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+            manager.refuse_contradictions(config, chunk(), model)
+        monkeypatch.setattr(batches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", growing)
+        refused = nullcontext() if strategy == "full" else pytest.raises(UsageError, match="batches of several sizes")
+        with refused:
+            manager.refuse_contradictions(config, chunk(), model)
+
+
+def chunk() -> Any:
+    return SimpleNamespace(ddp_config=None)

@@ -95,6 +95,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"fp8_quantizer_factory": "package.module.factory"},
         {"pipeline_model_parallel_layout": "Et|t|m|L"},
         {"logits_save_dir": "logits"},
+        {"moe_router_force_biased": -0.1},
     ],
     ids=lambda flag: next(iter(flag)),
 )
@@ -168,6 +169,8 @@ def test_weights_in_blocks_of_eight_bits_are_accepted_where_iterations_run_again
             {"moe_input_jitter_eps": 0.1},
             "--moe-input-jitter-eps 0.1 does not go with --moe-ckpt-strategy sparse and eval",
         ),
+        ({"moe_router_force_load_balancing": True}, "--moe-router-force-load-balancing True does not go with"),
+        ({"moe_router_force_biased": 0.0}, "--moe-router-force-biased 0.0 does not go with"),
         ({"fp8": "e4m3", "fp8_recipe": "delayed"}, r"delayed scaling \(--fp8-recipe delayed, .* does not go with"),
     ],
 )
@@ -206,6 +209,8 @@ def test_graphs_go_with_every_strategy(graphs: dict[str, Any], strategy: str) ->
         ("whole iterations", {"hidden_dropout": 0.1}, set()),
         ("whole iterations of 0.17", {"hidden_dropout": 0.1}, set()),
         ("routers", {"attention_dropout": 0.1}, {"full", "sparse"}),
+        ("routers", {"moe_router_force_load_balancing": True}, {"full", "sparse"}),
+        ("routers", {"moe_router_force_biased": 0.0}, {"full", "sparse"}),
         ("routers", {"moe_expert_capacity_factor": 1.0}, {"selective"}),
         ("attention", {"moe_expert_capacity_factor": 1.0}, set()),
     ],

@@ -115,6 +115,13 @@ def test_weights_that_are_clipped_apart_from_their_masters_are_refused_in_a_loop
         state_tensors(chunks, wrapped(adam), read_topology(8))
 
 
+def test_a_bias_that_routers_draw_once_and_keep_is_refused_in_a_loop_of_ones_own() -> None:
+    (chunk,) = chunks = built(judged(MODEL.split(), 1))
+    unwrap_model(chunk).config.moe_router_force_biased = -0.1
+    with pytest.raises(UsageError, match="cannot be protected with moe_router_force_biased below 0: use"):
+        state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from megatron.core import parallel_state
+from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
@@ -40,7 +40,7 @@ from megatron.core.utils import get_model_config
 from . import features
 from .config import MoECheckpointConfig
 from .contradictions import contradictions, inelastic, must_repeat_itself, not_repeatable
-from .core_versions.training import captures_passes
+from .core_versions.training import captures_passes, captures_routers
 from .errors import MoECheckpointError, Terminated, UsageError
 from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
@@ -367,7 +367,7 @@ class MoECheckpointManager(Iterations):
 
 def _without_logs(config: MoECheckpointConfig, transformer: Any) -> MoECheckpointConfig:
     """Roll back all stages where what they send each other is inside of a CUDA graph, which no log can be made of."""
-    may_be_local = config.recovery == "auto" and config.strategy != "none" and STRATEGIES[config.strategy].replays
+    may_be_local = config.recovery == "auto" and _replays(config)
     if not (may_be_local and captures_passes(transformer) and transformer.pipeline_model_parallel_size > 1):
         return config
     if torch.distributed.get_rank() == 0:
@@ -399,8 +399,58 @@ def refuse_contradictions(config: MoECheckpointConfig, chunk: torch.nn.Module, t
         use_distributed_optimizer=bool(getattr(settings, "use_distributed_optimizer", False)),
         stages=getattr(transformer, "pipeline_model_parallel_size", None),
     )
-    if sentences := "; ".join((*found, *features.refusals(features.Loop.API, config))):
+    unfit = (*unfit_graphs(config, transformer), *_unfit_batches(config))
+    if sentences := "; ".join((*found, *unfit, *features.refusals(features.Loop.API, config))):
         raise UsageError(sentences)
+
+
+def unfit_graphs(config: MoECheckpointConfig, model: Any) -> Iterator[str]:
+    """What of protection has to see, or repeat, what runs inside of CUDA graphs.
+
+    Args:
+        config: The settings.
+        model: Core's configuration of the model, or flags of its names.
+
+    Yields:
+        A sentence for each.
+    """
+    impl = getattr(model, "cuda_graph_impl", "none")
+    unfit = f"--cuda-graph-impl {impl} does not go with"
+    draws = random_draws(model)
+    captures_modules = impl in ("local", "transformer_engine") and not captures_passes(model)
+    if config.strategy in ("full", "sparse") and captures_modules and draws:
+        # Core runs modules before it captures them, and leaves the generators where that moved them. On an H100
+        # iterations that run without the graphs, as those of a replay, gave other losses (docs/results/h100.md).
+        yield (
+            f"{unfit} --moe-ckpt-strategy {config.strategy} and {draws}: a capture draws random numbers, and a job that"
+            " comes back captures at another iteration; draw none"
+        )
+    boosts = config.strategy == "selective" and config.capacity_boost > 0
+    if boosts and getattr(model, "moe_expert_capacity_factor", None) and captures_routers(model):
+        yield (
+            f"{unfit} --moe-ckpt-capacity-boost {config.capacity_boost}: a captured router keeps its capacity; use"
+            " 0, or --cuda-graph-modules attn"
+        )
+    if config.recovery == "local" and _replays(config) and captures_passes(model):
+        yield f"{unfit} --moe-ckpt-recovery local: what stages send is in the graph, unseen; use auto"
+    if config.copy_placement == "bubbles" and captures_passes(model):
+        yield f"{unfit} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
+
+
+def _unfit_batches(config: MoECheckpointConfig) -> Iterator[str]:
+    """A sentence where batches differ in size, by what core counts their microbatches with, if it does."""
+    constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
+    if isinstance(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR, constant | None):
+        return
+    if config.strategy not in ("none", "full"):
+        yield (
+            f"batches of several sizes do not go with --moe-ckpt-strategy {config.strategy}, which runs iterations of"
+            " one shape again, or counts lost tokens as shares of a training with equal batches; use full"
+        )
+
+
+def _replays(config: MoECheckpointConfig) -> bool:
+    return config.strategy in STRATEGIES and STRATEGIES[config.strategy].replays
 
 
 def refuse_sizes_that_do_not_fit(config: MoECheckpointConfig, transformer: Any, batch: int, microbatch: int) -> None:

@@ -348,6 +348,8 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
         "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
         # It rounds weights apart from their masters, of which a restore makes the cast.
         "qk_clip of weights that have masters": getattr(config, "qk_clip", False) and (config.bf16 or config.fp16),
+        # Routers draw it once, and the process keeps it.
+        "moe_router_force_biased below 0": (getattr(config, "moe_router_force_biased", None) or 0) < 0,
         "an expert-tensor-parallel size of its own and no expert parallelism": bool(config.num_moe_experts) and astray,
     }
     yield from (reason for reason, applies in found.items() if applies)

@@ -67,7 +67,10 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
 def random_draws(config: TransformerConfig) -> str:
     """What of the model draws random numbers while it is trained, by the names of settings; empty if nothing does."""
     names = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
-    return ", ".join(f"{name} {getattr(config, name)}" for name in names if getattr(config, name, None))
+    drawing = [name for name in names if getattr(config, name, None)]
+    if getattr(config, "moe_router_force_biased", None) is not None:  # draws with 0, too
+        drawing.append("moe_router_force_biased")
+    return ", ".join(f"{name} {getattr(config, name)}" for name in drawing)
 
 
 def _axis(parameter: torch.nn.Parameter, of: GlobalName) -> int | None:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from .. import features
 from ..config import MoECheckpointConfig, add_flags, from_namespace
 from ..contradictions import contradictions, inelastic
-from ..core_versions.training import captures_passes, captures_routers
 from ..errors import UsageError
 from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
 from ..in_place.process_restart import missing_kernels
-from ..megatron_state.partitions import random_draws
+from ..manager import unfit_graphs
 from ..megatron_state.quantization import keeps_scales
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -122,7 +118,7 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
         if value is not None and applies(value):
             shown = "" if value is True else f" {_shown(value)}"
             yield f"--{name.replace('_', '-')}{shown} does not go with --moe-ckpt-strategy {config.strategy}: {reason}"
-    yield from _unfit_graphs(config, args)
+    yield from unfit_graphs(config, args)
     yield from _unfit_numerics(config, args)
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer_offload_fraction < 1:
         yield (
@@ -132,31 +128,6 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
     yield from unfit_expert_saves(args, config.strategy)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
-
-
-def _unfit_graphs(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
-    """A sentence for each part of protection that has to see, or repeat, what runs inside of CUDA graphs."""
-    impl = getattr(args, "cuda_graph_impl", "none")
-    unfit = f"--cuda-graph-impl {impl} does not go with"
-    draws = random_draws(cast("TransformerConfig", args))
-    captures_modules = impl in ("local", "transformer_engine") and not captures_passes(args)
-    if config.strategy in ("full", "sparse") and captures_modules and draws:
-        # Core runs modules before it captures them, and leaves the generators where that moved them. On an H100
-        # iterations that run without the graphs, as those of a replay, gave other losses (docs/results/h100.md).
-        yield (
-            f"{unfit} --moe-ckpt-strategy {config.strategy} and {draws}: a capture draws random numbers, and a job that"
-            " comes back captures at another iteration; draw none"
-        )
-    boosts = config.strategy == "selective" and config.capacity_boost > 0
-    if boosts and getattr(args, "moe_expert_capacity_factor", None) and captures_routers(args):
-        yield (
-            f"{unfit} --moe-ckpt-capacity-boost {config.capacity_boost}: a captured router keeps its capacity; use"
-            " 0, or --cuda-graph-modules attn"
-        )
-    if config.recovery == "local" and _repeats(config) and captures_passes(args):
-        yield f"{unfit} --moe-ckpt-recovery local: what stages send is in the graph, unseen; use auto"
-    if config.copy_placement == "bubbles" and captures_passes(args):
-        yield f"{unfit} --moe-ckpt-copy-placement bubbles: stages wait in the graph, unseen; use spread"
 
 
 def _unfit_numerics(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
@@ -185,8 +156,9 @@ def _unfit_replays(args: argparse.Namespace, unfit: str) -> Iterator[str]:
     changed = "and evaluations, which change what a replay starts from: use --eval-iters 0, or strategy full"
     if keeps_scales(args):
         yield f"delayed scaling (--fp8-recipe delayed, attention in fp8) {unfit} {changed}"
-    if getattr(args, "moe_input_jitter_eps", None):
-        yield f"--moe-input-jitter-eps {args.moe_input_jitter_eps} {unfit} {changed}"
+    for name in ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"):
+        if (value := getattr(args, name, None)) is not None and value is not False:
+            yield f"--{name.replace('_', '-')} {value} {unfit} {changed}"
 
 
 def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
@@ -250,6 +222,7 @@ _ALWAYS: tuple[_Rule, ...] = (
         lambda layout: any("m" in stage for stage in str(layout).split("|")[:-1]),
         "layers that predict further tokens are protected on the last stage only; put m there",
     ),
+    ("moe_router_force_biased", lambda bias: bias < 0, "what it drew first stays in the process; use 0 or above"),
     ("moe_use_upcycling", bool, "save the upcycled checkpoint first, and train from it"),
     ("iterations_to_skip", bool, _SAMPLES),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),
