@@ -50,7 +50,8 @@ JUDGED: dict[str, Any] = {
         "expert_tensor_parallel_size",
         "fine_grained_activation_offloading", "fp4", "fp4_param", "fp4_recipe", "fp8", "fp8_dot_product_attention",
         "fp8_multi_head_attention", "fp8_param", "fp8_recipe", "moe_enable_deepep", "moe_expert_rank_capacity_factor",
-        "moe_flex_dispatcher_backend", "moe_paged_stash", "moe_token_dispatcher_type", "mtp_num_layers",
+        "moe_flex_dispatcher_backend", "moe_input_jitter_eps", "moe_paged_stash", "moe_router_force_biased",
+        "moe_router_force_load_balancing", "moe_token_dispatcher_type", "mtp_num_layers",
         "overlap_moe_expert_parallel_comm", "pipeline_model_parallel_size", "qk_clip", "tensor_model_parallel_size",
         "tp_comm_overlap",
     }},
@@ -63,8 +64,11 @@ JUDGED: dict[str, Any] = {
     **{field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig) if field.name in {
         "num_distributed_optimizer_instances", "use_megatron_fsdp",
     }},
-    "dataloader_type": "single", "decrease_batch_size_if_needed": False, "iterations_to_skip": None,
-    "rampup_batch_size": None, "timing_log_level": 0, "use_torch_fsdp2": False,
+    "cuda_graph_modules": [], "dataloader_type": "single", "decrease_batch_size_if_needed": False, "eval_iters": 0,
+    "iterations_to_skip": None, "mtp_standalone": False, "rampup_batch_size": None, "skip_train": False,
+    "timing_log_level": 0, "use_torch_fsdp2": False,
+    # Core's default is 0.1; Bridge's models of these recipes, and their configurations on the hub, have 0.
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
 """The settings by which protection is accepted or refused, and their defaults."""
 
@@ -119,16 +123,21 @@ def _read(name: str, kind: str, make: Any) -> Recipe | None:
         precision = importlib.import_module("megatron.bridge.training.mixed_precision").get_mixed_precision_config(
             precision
         )
-    sections = (model, precision, config.comm_overlap, config.optimizer, config.ddp, config.dist, config.train)
+    sections = (model, precision, config.comm_overlap, config.optimizer, config.ddp, config.dist, config.validation,
+        config.train)
     settings: dict[str, Any] = {}
     for section in (*sections, config.dataset, config.logger):
         given = {} if section is None else vars(section)
         settings |= {name: value for name, value in given.items() if name in JUDGED and value is not None}
     settings.setdefault("mtp_num_layers", next((layers for part, layers in HUB.items() if part in known), None))
-    scope = settings.get("cuda_graph_scope") or []
-    settings["cuda_graph_scope"] = sorted(
-        getattr(one, "name", str(one)) for one in (scope if isinstance(scope, list) else [scope])
-    )
+    for captured in ("cuda_graph_modules", "cuda_graph_scope"):
+        scope = settings.get(captured) or []
+        settings[captured] = sorted(
+            getattr(one, "name", str(one)) for one in (scope if isinstance(scope, list) else [scope])
+        )
+    layout = getattr(model, "pipeline_model_parallel_layout", None) or []
+    stages = layout.split("|") if isinstance(layout, str) else layout
+    settings["mtp_standalone"] = any({"m", "mtp"} & set(stage) for stage in stages[:-1])
     if "dist_" in settings["optimizer"]:  # as Bridge's own finalization of its settings
         settings.update(
             optimizer=settings["optimizer"].removeprefix("dist_"), use_layer_wise_distributed_optimizer=True
