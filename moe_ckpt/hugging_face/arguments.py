@@ -56,6 +56,9 @@ def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
     for name, default in _DEFAULTS.items():
         if found.get(name) is None:
             found[name] = default
+    step = found["moe_layer_freq"]
+    if isinstance(step, int) and step > 1:
+        found["moe_layer_freq"] = [int(layer % step == 0) for layer in range(int(found["num_layers"]))]
     if isinstance(found["moe_layer_freq"], list) and all(found["moe_layer_freq"]):
         found["moe_layer_freq"] = 1
     if found.get("window_size"):
@@ -105,6 +108,9 @@ def require_same(saved: Mapping[str, Any], needed: Mapping[str, Any], what: str)
     wrong = [
         f"{name} is {have[name]}, not {want[name]}" for name in needed if name in have and have[name] != want[name]
     ]
+    balancing = saved.get("moe_router_load_balancing_type")
+    if balancing in ("sinkhorn", "quantile_balancing"):
+        wrong.append(f"moe_router_load_balancing_type is {balancing}, not a loss, and chooses other experts")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise UsageError(f"the checkpoint is not a {what}: {'; '.join(wrong[:3])}{more}")
@@ -113,9 +119,7 @@ def require_same(saved: Mapping[str, Any], needed: Mapping[str, Any], what: str)
 def moe_layers(arguments: Mapping[str, Any]) -> list[bool]:
     """For each layer whether it has experts."""
     pattern, layers = resolved(arguments)["moe_layer_freq"], int(arguments["num_layers"])
-    if isinstance(pattern, int):
-        return [layer % pattern == 0 for layer in range(layers)]
-    return [bool(one) for one in pattern]
+    return [True] * layers if pattern == 1 else [bool(one) for one in pattern]
 
 
 def layer_pattern(with_experts: list[bool]) -> int | list[int]:

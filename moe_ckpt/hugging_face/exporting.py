@@ -38,6 +38,7 @@ from .weights import Weight
 BESIDE = "hugging_face"
 """Folder in a --save folder with the config and the tokenizer of the weights that training began with."""
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
@@ -90,11 +91,11 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
     model = read_model(config)
     arguments = _arguments(checkpoint)
     model.require(arguments)
-    tokens = arguments.get("vocab_size")
-    if isinstance(tokens, int) and tokens > model.vocabulary:
+    tokens = _tokens(checkpoint, arguments, model.vocabulary)
+    if tokens > model.vocabulary:
         raise UsageError(
-            f"{checkpoint.directory} was trained with {tokens} tokens, of which {config.place} has {model.vocabulary}:"
-            " set its vocab_size, and give it the tokenizer of the training"
+            f"{checkpoint.directory} has rows of {tokens} tokens, of which {config.place} has {model.vocabulary}: set"
+            " its vocab_size, and give it the tokenizer of the training"
         )
     found = places(checkpoint, model.weights())
     sizes = [
@@ -121,7 +122,7 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
         nbytes=sum(nbytes for _, nbytes in sizes),
         has_tokenizer=(request.target / "tokenizer_config.json").exists()
         or (request.target / "tokenizer.json").exists(),
-        padding=model.vocabulary - tokens if isinstance(tokens, int) and tokens < model.vocabulary else 0,
+        padding=model.vocabulary - tokens,
         caveat=_UNSCALED if model.name == "DeepseekV2ForCausalLM" and config.rope().get("mscale_all_dim") else "",
     )
 
@@ -147,16 +148,30 @@ def _beside(checkpoint: DenseCheckpoint) -> Path | None:
 def _arguments(checkpoint: DenseCheckpoint) -> dict[str, Any]:
     found = checkpoint.common.get("args")
     if found is None:
-        raise UsageError(f"{checkpoint.directory} does not say with which arguments it was trained")
+        instead = "save them with it as a Namespace under 'args'"
+        if (checkpoint.directory / "run_config.yaml").exists():
+            instead = "it is of Megatron-Bridge; use export_ckpt of its AutoBridge"
+        raise UsageError(f"{checkpoint.directory} has no arguments of Megatron-LM: {instead}")
     return dict(vars(found))
+
+
+def _tokens(checkpoint: DenseCheckpoint, arguments: Mapping[str, Any], known: int) -> int:
+    """How many a checkpoint was trained with, of which the config knows some. A tokenizer of Hugging Face is not asked
+    for it in Megatron-LM: then all rows count where they are more than pad what is known."""
+    tokens, embedding = arguments.get("vocab_size"), checkpoint.tensors.get(_EMBEDDING)
+    if isinstance(tokens, int) or embedding is None:
+        return tokens or known
+    multiple = arguments.get("make_vocab_size_divisible_by", 128) * arguments.get("tensor_model_parallel_size", 1)
+    rows = embedding.shape[0]
+    return rows if rows > math.ceil(known / multiple) * multiple else known
 
 
 def _config(checkpoint: DenseCheckpoint, like: Path | None) -> Config:
     if like is not None:
         return read_config(like)
-    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
+    embedding = checkpoint.tensors.get(_EMBEDDING)
     if embedding is None:
-        raise UsageError(f"{checkpoint.directory} has no embedding.word_embeddings.weight")
+        raise UsageError(f"{checkpoint.directory} has no {_EMBEDDING}")
     dtype = str(embedding.dtype).removeprefix("torch.")
     written = written_config(_arguments(checkpoint), embedding.shape[0], dtype)
     return Config(written, f"the model of {checkpoint.directory}")

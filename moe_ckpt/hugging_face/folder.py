@@ -152,6 +152,11 @@ class Folder:
         is_scaled = kind == _SCALED and self._scale_block is not None
         if kind not in _DTYPES and not is_scaled:
             raise UsageError(f"{self.path / file}: {name} is {kind}; only {', '.join(_DTYPES)} can be converted")
+        if is_scaled and len(found.get_shape()) != 2:
+            raise UsageError(
+                f"{self.path / file}: {name} {tuple(found.get_shape())} is {kind} and no matrix: give the experts of a"
+                " layer one by one, or in bf16"
+            )
         if name in self.tensors:
             raise UnreadableCheckpoint(f"{self.path}: {name} is in {self.tensors[name].file} and in {file}")
         dtype = torch.bfloat16 if is_scaled else _DTYPES[kind]

@@ -40,26 +40,35 @@ def rotary(config: Config, part: float = 1.0) -> dict[str, Any]:
         )
     if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
         raise UsageError(f"{config.place}: rope_scaling has no {', '.join(missing)}")
-    # Both or none, as transformers takes them.
+    return found | scales(rope, config.place) | {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "yarn_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
+    }  # fmt: skip
+
+
+def scales(rope: Mapping[str, Any], place: str) -> dict[str, float]:
+    """`mscale` and `mscale_all_dim` with which Megatron scales as transformers does: by both or none of them.
+
+    Args:
+        rope: Parameters of rotary embeddings that YaRN stretches.
+        place: Name of the config in the error.
+
+    Raises UsageError for an `attention_factor` that Megatron does not compute.
+    """
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     mscale, of_all = (float(mscale), float(of_all)) if mscale and of_all else (1.0, 0.0)
     factor, attention = float(rope["factor"]), rope.get("attention_factor")
     computed = _scale(factor, mscale) / _scale(factor, of_all)
     if attention is not None and not math.isclose(attention, computed, rel_tol=1e-6):
         raise UsageError(
-            f"{config.place}: attention_factor {attention} cannot be converted: Megatron computes {computed:.6g} of"
-            f" factor {factor:g}"
+            f"{place}: attention_factor {attention} cannot be converted: Megatron computes {computed:.6g} of factor"
+            f" {factor:g}"
         )
-    return found | {
-        "position_embedding_type": "yarn",
-        "rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
-        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
-        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
-        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
-        "mscale": mscale,
-        "mscale_all_dim": of_all,
-    }
+    return {"mscale": mscale, "mscale_all_dim": of_all}
 
 
 def rotary_config(saved: Mapping[str, Any]) -> dict[str, Any]:

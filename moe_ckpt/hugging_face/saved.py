@@ -45,7 +45,7 @@ def places(checkpoint: DenseCheckpoint, weights: Iterable[Weight]) -> dict[Weigh
         else:
             found[weight] = place
     used = {name for weight in found for name, _ in weight.places()}
-    extra = [name for name in checkpoint.tensors if component_of(name, TENSOR_RULES) == MODEL and name not in used]
+    extra = [name for name in checkpoint.tensors if _counts(name) and name not in used]
     second = [name for name in extra if name.endswith("self_attention.linear_q_proj.layer_norm_weight")]
     if second:
         raise UsageError(
@@ -56,6 +56,12 @@ def places(checkpoint: DenseCheckpoint, weights: Iterable[Weight]) -> dict[Weigh
         if names and not (problem.endswith("has,") and (missing or wrong)):
             raise UsageError(f"{checkpoint.directory} {problem} {few(names)}")
     return found
+
+
+def _counts(name: str) -> bool:
+    """Whether a model computes with it: `qb_beta` is no weight, but chooses experts; so does `expert_bias`, of which
+    the arguments tell."""
+    return component_of(name, TENSOR_RULES) == MODEL or name.endswith(".router.qb_beta")
 
 
 def few(names: list[str]) -> str:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 
 from ..arguments import COMMON, layer_pattern, moe_layers, resolved
 from ..config import Config, base_of
+from ..rotary import scales
 from ..weights import Vocabulary, Weight
 from .layers import LLAMA_NAMES, ends, gated_mlp, norm_before_mlp, routed_experts
 
@@ -76,8 +77,12 @@ def latent_attention(config: Config) -> dict[str, Any]:
         )
     if missing := [name for name in (*_SCALES, "factor", _POSITIONS) if name not in rope]:
         raise UsageError(f"{config.place}: rope_scaling has no {', '.join(missing)}")
-    found |= {"rope_type": "yarn", "rotary_scaling_factor": float(rope["factor"])}
-    return found | {name: rope[name] for name in (*_SCALES, _POSITIONS)}
+    if rope["mscale_all_dim"] and not rope["mscale"]:  # transformers scales softmax by the one, and angles by neither
+        raise UsageError(
+            f"{config.place}: mscale {rope['mscale']} with mscale_all_dim {rope['mscale_all_dim']} cannot be converted"
+        )
+    found |= {"rope_type": "yarn", "rotary_scaling_factor": float(rope["factor"]), _POSITIONS: rope[_POSITIONS]}
+    return found | scales(rope, config.place)
 
 
 _SCALES, _POSITIONS = ("mscale", "mscale_all_dim"), "original_max_position_embeddings"

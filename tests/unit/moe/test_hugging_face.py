@@ -208,6 +208,16 @@ def test_a_weight_in_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
         convert("--from", "hf", folder, tmp_path / "in")
 
 
+def test_experts_in_one_tensor_of_fp8_are_refused_by_name(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v3", tmp_path / "folder")
+    in_fp8(folder)
+    name = "model.layers.1.mlp.experts.down_proj"
+    fused = {name: torch.zeros(4, 8, 6).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(4, 2, 2)}
+    change_weights(folder, lambda tensors: tensors.update(fused))
+    with pytest.raises(UsageError, match=rf"{name} \(4, 8, 6\) is F8_E4M3 and no matrix: .* one by one, or in bf16"):
+        convert("--from", "hf", folder, tmp_path / "in")
+
+
 def test_an_export_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of("mixtral", tmp_path / "folder")
     convert("--from", "hf", folder, tmp_path / "in")
@@ -286,9 +296,46 @@ def test_tokens_that_the_template_has_not_are_no_padding(tmp_path: Path) -> None
     folder = folder_of("mixtral", tmp_path / "folder")
     convert("--from", "hf", folder, tmp_path / "in")
     change_arguments(tmp_path / "in" / "release", vocab_size=31)
-    with pytest.raises(UsageError, match=r"was trained with 31 tokens, of which .* has 30: set its vocab_size"):
+    with pytest.raises(UsageError, match=r"has rows of 31 tokens, of which .* has 30: set its vocab_size"):
         convert("--to", "hf", tmp_path / "in", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(("multiple", "tensor_ranks", "is_refused"), [(10, 1, False), (4, 2, False), (5, 2, True)])
+def test_rows_of_added_tokens_are_no_padding_where_only_the_tokenizer_counts_tokens(
+    multiple: int, tensor_ranks: int, is_refused: bool, tmp_path: Path
+) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder", vocab_size=40)
+    convert("--from", "hf", folder, tmp_path / "in")
+    change_config(folder, vocab_size=30 if is_refused else 33)
+    sizes = {"make_vocab_size_divisible_by": multiple, "tensor_model_parallel_size": tensor_ranks}
+    change_arguments(tmp_path / "in" / "release", vocab_size=None, padded_vocab_size=40, **sizes)
+    command = ("--to", "hf", "--hf-model", folder, tmp_path / "in", tmp_path / "back")
+    if not is_refused:
+        convert(*command)
+        return
+    with pytest.raises(UsageError, match=r"has rows of 40 tokens, of which .* has 30: set its vocab_size"):
+        convert(*command)
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("of_bridge", [True, False])
+def test_a_checkpoint_of_a_loop_that_records_no_arguments_is_refused_with_what_exports_it(
+    of_bridge: bool, tmp_path: Path
+) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    release = tmp_path / "in" / "release"
+    common = torch.load(release / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, release / "common.pt")
+    if of_bridge:
+        (release / "run_config.yaml").write_text("model: {}")
+    (release / SUMS).unlink()
+    seal(release)
+    said = "export_ckpt of its AutoBridge" if of_bridge else "under 'args'"
+    with pytest.raises(UsageError, match=f"has no arguments of Megatron-LM.*{said}"):
+        convert("--to", "hf", tmp_path / "in", tmp_path / "back")
 
 
 def test_a_single_file_with_a_number_keeps_its_index(tmp_path: Path) -> None:
@@ -376,9 +423,36 @@ def test_what_a_family_does_not_compute_is_refused_by_name() -> None:
         {"rotary_interleaved": True},
         {"no_rope_freq": [1, 0]},
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_router_load_balancing_type": "quantile_balancing"},
     ):
         with pytest.raises(UsageError, match=f"{next(iter(changes))} is "):
             written_config(arguments | changes, 30, "bfloat16")
+    for balancing in ("none", "seq_aux_loss", ["seq_aux_loss", "global_aux_loss"]):
+        assert written_config(arguments | {"moe_router_load_balancing_type": balancing}, 30, "bfloat16")
+
+
+def test_a_bias_of_routers_that_no_family_has_is_refused_by_name(tmp_path: Path) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    checkpoint = open_dense(tmp_path / "in")
+    bias = "decoder.layers.mlp.router.qb_beta"
+    checkpoint.tensors[bias] = checkpoint.tensors["decoder.layers.mlp.router.weight"]
+    with pytest.raises(UsageError, match=f"has, and no such model has, {bias}"):
+        places(checkpoint, read_model(read_config(folder)).weights())
+
+
+@pytest.mark.parametrize(("step", "dense"), [(2, [1]), (3, [1])])
+def test_experts_in_every_so_many_layers_are_those_of_a_list(step: int, dense: list[int], tmp_path: Path) -> None:
+    folder = folder_of("qwen3_moe", tmp_path / "folder", mlp_only_layers=dense)
+    convert("--from", "hf", folder, tmp_path / "in")
+    changes = {"moe_layer_freq": step, "max_position_embeddings": 64}
+    change_arguments(tmp_path / "in" / "release", **changes)
+    convert("--to", "hf", tmp_path / "in", tmp_path / "like")
+    (tmp_path / "in" / "hugging_face").rename(tmp_path / "aside")
+    convert("--to", "hf", tmp_path / "in", tmp_path / "made")
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["mlp_only_layers"] == dense
+    assert (tmp_path / "like" / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -421,6 +495,12 @@ def test_yarn_outside_of_latent_attention_becomes_flags_and_comes_back_without_t
             "attention_factor 2.0 cannot be converted: Megatron computes 1.13",
         ),
         ("qwen3_moe", {"type": "yarn", "factor": 4.0}, "rope_scaling has no original_max_position_embeddings"),
+        (
+            "deepseek_v3",
+            LITE["rope_scaling"] | {"attention_factor": 2.0},
+            "attention_factor 2.0 cannot be converted: Megatron computes 1 of",
+        ),
+        ("deepseek_v3", LITE["rope_scaling"] | {"mscale": 0}, "mscale 0 with mscale_all_dim 0.707 cannot be"),
         ("glm4_moe", YARN, "of type 'yarn' of 0.5 of each head cannot be converted"),
         ("mixtral", {"type": "linear", "factor": 4.0}, "of type 'linear' cannot be converted"),
     ],
@@ -437,6 +517,19 @@ def test_an_export_refuses_a_scale_of_yarn_that_transformers_would_ignore() -> N
     arguments = read_model(Config(config_of("mixtral", rope_scaling=YARN), "mixtral")).arguments
     with pytest.raises(UsageError, match=r"--mscale 0\.7 with --mscale-all-dim 0\.0 cannot be converted"):
         written_config(arguments | {"max_position_embeddings": 64, "mscale": 0.7}, 30, "bfloat16")
+
+
+@pytest.mark.parametrize("scales", [{"mscale": 0.7, "mscale_all_dim": 0.0}, {"mscale": 0.0, "mscale_all_dim": 0.7}])
+def test_scales_of_latent_attention_that_transformers_would_ignore_are_those_it_takes_or_refused(
+    scales: dict[str, float],
+) -> None:
+    rope = LITE["rope_scaling"]
+    arguments = read_model(Config(config_of("deepseek_v3", rope_scaling=rope), "")).arguments
+    with pytest.raises(UsageError, match="mscale"):
+        written_config(arguments | scales | {"max_position_embeddings": 64}, 30, "bfloat16")
+    if scales["mscale"]:
+        found = read_model(Config(config_of("deepseek_v3", rope_scaling=rope | scales), "")).arguments
+        assert (found["mscale"], found["mscale_all_dim"]) == (1, 0)
 
 
 def test_a_second_norm_before_the_queries_is_refused_with_its_reason(tmp_path: Path) -> None:
