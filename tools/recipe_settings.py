@@ -123,10 +123,9 @@ def _read(name: str, kind: str, make: Any) -> Recipe | None:
         precision = importlib.import_module("megatron.bridge.training.mixed_precision").get_mixed_precision_config(
             precision
         )
-    sections = (model, precision, config.comm_overlap, config.optimizer, config.ddp, config.dist, config.validation,
-        config.train)
+    sections = (model, precision, config.comm_overlap, config.optimizer, config.ddp, config.dist)
     settings: dict[str, Any] = {}
-    for section in (*sections, config.dataset, config.logger):
+    for section in (*sections, config.validation, config.train, config.dataset, config.logger):
         given = {} if section is None else vars(section)
         settings |= {name: value for name, value in given.items() if name in JUDGED and value is not None}
     settings.setdefault("mtp_num_layers", next((layers for part, layers in HUB.items() if part in known), None))

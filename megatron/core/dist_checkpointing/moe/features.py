@@ -91,7 +91,6 @@ _PLANNED = "tests/process/test_planned_snapshots.py::test_the_planner_plans_each
 _RESHARDING = "tests/process/test_resharding_"
 _NEEDS_SPARSE = Absent("it is of sparse, which is refused: use full or pec")
 _LEFT_TO_IT = Absent("ordinary checkpoints are the loop's own")
-_CONVERT = Absent("run `moe-ckpt convert --to hf` on a saved checkpoint")
 _UNTESTED = Untested()
 
 FEATURES: tuple[Feature, ...] = (
@@ -305,7 +304,12 @@ FEATURES: tuple[Feature, ...] = (
         _NEEDS_SPARSE,
         Absent("a conversion starts the driver, which builds a GPT: save a checkpoint in the loop instead"),
     ),
-    Feature("`--export-hf-interval`", _CONVERT, _CONVERT, _CONVERT),
+    Feature(
+        "`--export-hf-interval`",
+        Absent("run `moe-ckpt convert --to hf` on a saved checkpoint"),
+        Absent("run `export_ckpt` of its `AutoBridge` on a saved checkpoint"),
+        Absent("run `moe-ckpt convert --to hf` on a checkpoint that was saved with Megatron-LM's `args`"),
+    ),
     Feature(
         "checksums and signatures of ordinary checkpoints",
         Works(f"{_STOCK}dense.py::test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_loaded"),
