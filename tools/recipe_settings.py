@@ -131,9 +131,8 @@ def _read(name: str, kind: str, make: Any) -> Recipe | None:
     settings.setdefault("mtp_num_layers", next((layers for part, layers in HUB.items() if part in known), None))
     for captured in ("cuda_graph_modules", "cuda_graph_scope"):
         scope = settings.get(captured) or []
-        settings[captured] = sorted(
-            getattr(one, "name", str(one)) for one in (scope if isinstance(scope, list) else [scope])
-        )
+        each = scope if isinstance(scope, list) else [scope]
+        settings[captured] = sorted(getattr(one, "name", str(one)) for one in each)
     layout = getattr(model, "pipeline_model_parallel_layout", None) or []
     stages = layout.split("|") if isinstance(layout, str) else layout
     settings["mtp_standalone"] = any({"m", "mtp"} & set(stage) for stage in stages[:-1])
