@@ -157,7 +157,7 @@ def _arguments(checkpoint: DenseCheckpoint) -> dict[str, Any]:
 
 def _tokens(checkpoint: DenseCheckpoint, arguments: Mapping[str, Any], known: int) -> int:
     """How many a checkpoint was trained with, of which the config knows some. A tokenizer of Hugging Face is not asked
-    for it in Megatron-LM: then all rows count where they are more than pad what is known."""
+    for it in Megatron-LM: then all rows count where they are more than padding makes of those."""
     tokens, embedding = arguments.get("vocab_size"), checkpoint.tensors.get(_EMBEDDING)
     if isinstance(tokens, int) or embedding is None:
         return tokens or known
