@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -91,9 +93,37 @@ def test_only_the_struck_stage_replays(new_job) -> None:
     assert len(set(replayed)) < len(replayed), replayed
 
 
+@contextlib.contextmanager
+def sealed_snapshots(iteration: int) -> Iterator[None]:
+    """The one after this iteration is sealed before the second iteration behind it begins, however busy the machine."""
+    import megatron.training
+    from megatron.training import training
+
+    original = megatron.training.pretrain
+
+    @functools.wraps(original)
+    def pretrain(*arguments: Any, **options: Any) -> Any:
+        step = training.train_step
+
+        @functools.wraps(step)
+        def train_step(*given: Any, **named: Any) -> Any:
+            args, until_s = training.get_args(), time.monotonic() + 60
+            while args.curr_iteration == iteration + 1 and time.monotonic() < until_s:
+                if any(Path(args.moe_ckpt_memory_dir).rglob(f"*iter_{iteration:07d}*.json")):
+                    break
+                time.sleep(0.01)
+            return step(*given, **named)
+
+        with mock.patch.object(training, "train_step", train_step):
+            return original(*arguments, **options)
+
+    with mock.patch.object(megatron.training, "pretrain", pretrain):
+        yield
+
+
 def test_replayed_iterations_are_not_logged_again(new_job) -> None:
     job, fault = new_job(ALONE), ("--moe-ckpt-inject-fault", "0@5:step", "--log-interval", 1)
-    job.run(*SPARSE, *fault, codes={KILLED})
+    job.run(*SPARSE, *fault, codes={KILLED}, hooks=[partial(sealed_snapshots, 3)])
     outcome = job.run(*SPARSE, *fault)
     logged = [int(line.split("iteration")[1].split("/")[0]) for line in outcome.lines if " iteration   " in line]
     assert logged == [5, 6], outcome.said
