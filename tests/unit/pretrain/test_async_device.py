@@ -103,6 +103,25 @@ def test_a_copy_to_pages_that_were_unlocked_meanwhile_is_an_error_that_stays(dev
     device.error = ""
 
 
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_copy_over_the_border_of_locked_pages_is_refused_as_by_cuda(device: AsyncDevice, to_host: bool) -> None:
+    host, value, cudart = torch.zeros(SIZE), busy(), torch.cuda.cudart()
+    start = host.data_ptr()
+
+    def copy(first: int, end: int) -> None:
+        pair = host[first:end], value[first:end]
+        pair[not to_host].copy_(pair[to_host])
+
+    for at in (400, 1200):  # of 4000 bytes; what lies before the first and behind the second is not locked
+        cudart.cudaHostRegister(start + at, 800, 0)
+    for first, end in ((0, 101), (99, 200), (200, 400), (100, 500), (499, SIZE), (0, SIZE)):
+        with pytest.raises(RuntimeError, match="CUDA error: invalid argument"):
+            copy(first, end)
+    for first, end in ((0, 100), (100, 300), (300, 500), (500, SIZE)):
+        copy(first, end)
+    assert torch.equal(host, value.cpu())
+
+
 def test_a_new_thread_is_on_device_0_and_its_calls_are_noted(device: AsyncDevice) -> None:
     event = torch.cuda.Event()
     event.record()

@@ -5,10 +5,10 @@ CUDA allows. The host sees memory as it is at that moment. So whoever reads, fre
 bytes, as on a GPU, but each time and without one.
 
 Modelled: streams, events, the current stream and the device of each thread; copies that block where host memory is not
-page-locked; the caching allocator, which hands freed memory to the next kernels of its stream at once unless
-`record_stream` says otherwise; errors that stay; kernels that spin until their communicator is aborted
-(`communicators`). Not modelled: how long anything takes, CUDA graphs, limits of memory, kernels of two streams that
-need each other.
+page-locked, and that are refused where it is in part; the caching allocator, which hands freed memory to the next
+kernels of its stream at once unless `record_stream` says otherwise; errors that stay; kernels that spin until their
+communicator is aborted (`communicators`). Not modelled: how long anything takes, CUDA graphs, limits of memory, kernels
+of two streams that need each other.
 
 With `cpu_device` installed before, whole jobs train on it. Tensors of the device answer `is_cuda` with True;
 collectives are gloo's, for which the host waits, as it does where random numbers are drawn.

@@ -143,6 +143,15 @@ class Memory:
         end = address + nbytes
         return any(at <= address and end <= at + size for at, size in list(self._locked.items()))
 
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether any of this host memory is page-locked.
+
+        Args:
+            address: Of the first byte.
+            nbytes: How many.
+        """
+        return any(at < address + nbytes and address < at + size for at, size in list(self._locked.items()))
+
     def is_registered(self, tensor: torch.Tensor) -> bool:
         """Whether a locked host tensor was not allocated as such: nobody keeps its memory until copies have ended."""
         return tensor.untyped_storage().data_ptr() not in self._pinned

@@ -80,14 +80,19 @@ class Operators(TorchDispatchMode):
             target: One of the two is on the device.
             source: The other is on the host.
             non_blocking: Whether the host wants to continue.
+
+        Raises:
+            RuntimeError: The host memory lies neither in one locked range nor in none.
         """
         to_host = self._is_host(target)
         host = target if to_host else source
-        locked = self._memory.is_locked(host)
+        start = host.data_ptr(), nbytes_of(host.size(), host.stride(), host.dtype)
+        touched, locked = self._memory.touches(*start), self._memory.holds(*start)  # in this order: more is locked
+        if touched and not locked:
+            raise RuntimeError("CUDA error: invalid argument: a copy goes over the border of locked memory")
         if not to_host and not locked:
             source = source.clone()  # through the driver's own buffers, which are filled before the call returns
         seen = [self._at_address(one) if one is host and locked else self._seen(one) for one in (target, source)]
-        start = host.data_ptr(), nbytes_of(host.size(), host.stride(), host.dtype)
 
         def run() -> None:
             if locked and not self._memory.holds(*start):
