@@ -39,6 +39,7 @@ from ..megatron_state.optimizer_state import SteppedTensor, members_by_layer, op
 from ..megatron_state.restore import Upload, write_record
 from ..policy.parking import Cause, Decision, StepPhase, decide
 from ..ports import Field
+from ..storage.system import within_locks
 from ..types import StepJournal
 
 # The reduced gradients that a rank's own step needs: kept when a peer is lost before the step, and applied later.
@@ -251,8 +252,9 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _copy_out(tensor: torch.Tensor, into: memoryview) -> None:
-    if tensor.numel():
-        torch.frombuffer(into, dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    source = tensor.reshape(-1).view(torch.uint8)
+    for start, end in within_locks(into):
+        torch.frombuffer(into, dtype=torch.uint8)[start:end].copy_(source[start:end])
 
 
 _BEHIND_S = 1.0

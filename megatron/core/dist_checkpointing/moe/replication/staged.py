@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from ..storage.system import within_locks
 from .connections import Connections, MessageLane, check_open
 from .tcp import TcpTransport
 
@@ -189,7 +190,8 @@ class BulkWay:
         for at, part in self._parts(memory):
             buffer = self._buffer(at, len(part))
             # To one buffer, while the chunk in the other is under way.
-            self._copied(buffer, as_tensor(part))
+            for start, end in within_locks(part):
+                self._copied(buffer[start:end], as_tensor(part[start:end]))
             # Over before the next is launched: nothing on the device may wait for something else there.
             if under_way is not None:
                 self._finish(under_way, connection)
@@ -205,7 +207,7 @@ class BulkWay:
 
     def receive(self, connection: socket.socket, memory: memoryview, moved: Callable[[], None]) -> None:
         """As `connections.Mover`, on the side that gets them."""
-        arrived: tuple[torch.Tensor, torch.Tensor] | None = None
+        arrived: tuple[memoryview, torch.Tensor] | None = None
         for at, part in self._parts(memory):
             buffer = self._buffer(at, len(part))
             connection.sendall(_READY)
@@ -215,12 +217,12 @@ class BulkWay:
             under_way = self.launch("recv", 0, buffer, at)
             # The chunk before goes to host memory while this one arrives in the other buffer.
             if arrived is not None:
-                self._copied(*arrived)
+                self._take_out(*arrived)
             self._finish(under_way, connection)
             moved()
-            arrived = as_tensor(part), buffer
+            arrived = part, buffer
         if arrived is not None:
-            self._copied(*arrived)
+            self._take_out(*arrived)
 
     def close(self) -> None:
         """End the process group, whatever is under way on it."""
@@ -238,6 +240,10 @@ class BulkWay:
     def _buffer(self, at: int, nbytes: int) -> torch.Tensor:
         self._staging = self._staging or self._make_staging()
         return self._staging.buffer(at, nbytes)
+
+    def _take_out(self, part: memoryview, buffer: torch.Tensor) -> None:
+        for start, end in within_locks(part):
+            self._copied(as_tensor(part[start:end]), buffer[start:end])
 
     def _copied(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert self._staging is not None

@@ -33,6 +33,7 @@ import torch
 
 from ..errors import UsageError
 from ..ports import Pace
+from ..storage.system import LOCK_BYTES
 
 # Copies in chunks, one after the other at a given rate: so that training's own transfers never wait for long.
 #
@@ -43,9 +44,6 @@ from ..ports import Pace
 
 CHUNK_BYTES = 8 << 20
 """About 0.2 ms of a bus that carries 50 GB/s."""
-
-LOCK_BYTES = 256 << 20
-"""Segments are page-locked in pieces of this size; a transfer must lie in one of them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ yet, or is refused, is copied through the driver's own buffers: slower, and the 
 from __future__ import annotations
 
 import logging
-import mmap
 import resource
 import threading
 import weakref
@@ -18,11 +17,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..device import device_thread
-from .copy_engines import LOCK_BYTES
+from ..storage.system import LOCK_BYTES, address_of, mapping_of
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +88,12 @@ class PageLocks:
         """
         start = offset - offset % LOCK_BYTES
         # Nearly all pieces are locked when they are copied to: without the mutex, which registering holds for long.
-        if not self._refused and _bytes_at(segment, start) > self._locked.get(_address(segment) + start, 0):
+        if not self._refused and _bytes_at(segment, start) > self._locked.get(address_of(segment) + start, 0):
             with self._mutex:
                 self._lock(segment, start)
 
     def _lock(self, segment: memoryview, start: int) -> None:
-        address, nbytes = _address(segment) + start, _bytes_at(segment, start)
+        address, nbytes = address_of(segment) + start, _bytes_at(segment, start)
         # The thread that locks ahead and a copy may want one piece at once, and CUDA refuses to register it twice.
         if self._refused or nbytes <= self._locked.get(address, 0):
             return
@@ -116,13 +114,13 @@ class PageLocks:
         Args:
             segments: Which; what was to be locked of them yet is not. None: all.
         """
-        ranges = None if segments is None else [(_address(one), _address(one) + one.nbytes) for one in segments]
+        ranges = None if segments is None else [(address_of(one), address_of(one) + one.nbytes) for one in segments]
 
         def goes(address: int) -> bool:
             return ranges is None or any(start <= address < end for start, end in ranges)
 
         with self._mutex:
-            stays = [(segment, start) for segment, start in self._waiting if not goes(_address(segment))]
+            stays = [(segment, start) for segment, start in self._waiting if not goes(address_of(segment))]
             self._waiting.clear()
             self._waiting.extend(stays)
             going = [address for address in self._locked if goes(address)]
@@ -136,7 +134,7 @@ class PageLocks:
             _unlock(self._locked, going)
 
     def _watch(self, segment: memoryview, address: int) -> None:
-        owner = _mapping_of(segment)
+        owner = mapping_of(segment)
         if owner is not None and address not in self._watched:
             forget: Callable[[int], None] = partial(_forget, weakref.ref(self))
             self._watched[address] = weakref.finalize(owner, forget, address)
@@ -167,18 +165,6 @@ def _unlock_all(locked: dict[int, int]) -> None:
 
 def _bytes_at(segment: memoryview, start: int) -> int:
     return min(LOCK_BYTES, segment.nbytes - start)
-
-
-def _address(segment: memoryview) -> int:
-    return int(np.frombuffer(segment, np.uint8).ctypes.data)
-
-
-def _mapping_of(segment: memoryview) -> mmap.mmap | None:
-    """The mapping whose pages a segment has."""
-    owner: Any = segment
-    while isinstance(owner, memoryview | np.ndarray):
-        owner = owner.obj if isinstance(owner, memoryview) else owner.base
-    return owner if isinstance(owner, mmap.mmap) else None
 
 
 def _say_refused(code: int, nbytes: int) -> None:

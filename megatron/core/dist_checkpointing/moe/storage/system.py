@@ -10,10 +10,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from ..errors import NO_SPACE, NoRoom, StoreFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer
 
 
 class OperatingSystem:
@@ -213,6 +217,39 @@ def map_locked(system: OperatingSystem, path: Path, nbytes: int, lock: FileLock)
     # The lock lives exactly as long as the memory can be seen: arrays and tensors refer to the mapping, it to the lock.
     mapped.lock = lock
     return mapped
+
+
+LOCK_BYTES = 256 << 20
+"""Mapped files are page-locked in pieces of this size; a transfer to or from a device must lie in one of them."""
+
+
+def within_locks(memory: Buffer) -> Iterator[tuple[int, int]]:
+    """Cut memory, which may be any part of a mapped file, at the borders of the pieces that are page-locked.
+
+    Yields:
+        First byte of each part, and the one past its last.
+    """
+    mapping = mapping_of(memory)
+    start, nbytes = 0, memoryview(memory).nbytes
+    before = address_of(memory) - address_of(mapping) if mapping is not None else 0
+    while start < nbytes:
+        end = min(start + LOCK_BYTES - (before + start) % LOCK_BYTES, nbytes)
+        yield start, end
+        start = end
+
+
+def address_of(memory: Buffer) -> int:
+    """Of its first byte."""
+    import numpy as np  # as in `OperatingSystem.copy`
+
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def mapping_of(memory: Any) -> mmap.mmap | None:
+    """The mapping whose pages memory has: a view, or an array, of it."""
+    while memory is not None and not isinstance(memory, mmap.mmap):
+        memory = memory.obj if isinstance(memory, memoryview) else getattr(memory, "base", None)
+    return memory
 
 
 @contextmanager
