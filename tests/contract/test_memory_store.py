@@ -123,6 +123,51 @@ def test_freeing_never_waits_and_the_memory_returns_with_the_last_view(store: An
     write(store, FOURTH)
 
 
+def where(view: Any) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def test_an_own_snapshot_is_read_where_it_was_written_and_nobody_may_write_to_it(store: Any) -> None:
+    """There its pages are locked: a device reads them itself."""
+    with store.reserve(FIRST, LAYOUT) as writer:
+        whole = where(writer.whole())
+        writer.seal(FACTS)
+    with store.open(FIRST) as reader:
+        assert where(reader.raw()) == whole
+        assert reader.raw().readonly and reader.read("rng").readonly
+
+
+class User:
+    """What a copy engine is told of segments: where those are that it knows."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    def prepare(self, segments: Any) -> None:
+        self.known |= set(map(where, segments))
+
+    def release(self, segments: Any) -> None:
+        self.known -= set(map(where, segments))
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_resize_leaves_locked_what_a_transfer_still_reads_or_writes(store: Any, freed: bool) -> None:
+    """A device that reads pages as they are unlocked fails for good."""
+    user = User()
+    write(store, FIRST)
+    store.lend(user)
+    with store.open(FIRST) as reader, store.reserve(SECOND, LAYOUT) as writer:
+        if freed:
+            store.free(FIRST)
+        raw, whole = reader.raw(), writer.whole()
+        store.resize((2 * PAGE,))
+        assert {where(raw), where(whole)} < user.known
+        assert len(user.known) == 3, "what nobody uses is unlocked"
+        del raw, whole
+    if not freed:
+        assert read(store, FIRST) == content(FIRST)
+
+
 def test_buffers_are_written_in_place(store: Any) -> None:
     with store.reserve(FIRST, LAYOUT) as writer:
         for key, data in content(FIRST).items():

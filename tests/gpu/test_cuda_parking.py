@@ -5,23 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from gpu_place import DEVICE, copy_engine, needs_device, sized
+from gpu_place import DEVICE, copy_engine, needs_cuda, needs_device, sized
 from no_trainer import NoTrainer
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.local_recovery.park import Parker, ParkPorts
-from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import LiveBuffers
+from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import GRADIENT, LiveBuffers, LiveGradients
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
-from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
+from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import SteppedTensor
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer, Upload, write_record
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause, StepPhase, decide
-from megatron.core.dist_checkpointing.moe.ports import SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
+from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.types import PARKED, Part, expert
+from megatron.core.dist_checkpointing.moe.storage.system import LOCK_BYTES, address_of
+from megatron.core.dist_checkpointing.moe.types import GRADIENTS, PARKED, Part, expert
 
 pytestmark = needs_device
 
@@ -74,3 +79,32 @@ def test_what_survives_is_parked_in_time_and_comes_back_to_the_bit(shm: Path, re
     engine.close()
     store.close()
     assert took_s < 25.0
+
+
+@needs_cuda("copies over the borders of page-locked pieces")
+def test_gradients_are_parked_over_the_border_of_two_locked_pieces_and_read_where_they_are(shm: Path) -> None:
+    nbytes = LOCK_BYTES + (64 << 20)
+    store, locks = MemoryStore(shm, "job", 0, [nbytes]), PageLocks()
+    locks.begin(store.views())
+    locks.settle(WAIT_S)
+    main = torch.zeros(nbytes // 4, device=DEVICE)
+    main.grad = torch.randn_like(main)
+    was = main.grad.clone()
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        torch.frombuffer(store.views()[0], dtype=torch.float32).copy_(main.grad)
+    nothing: Any = SimpleNamespace(finish=lambda optimizer: None)
+    shard, name = piece("master", Part.MASTER, main).shard, SnapshotId(5, 0, GRADIENTS)
+    gradients = LiveGradients(nothing, [SteppedTensor(shard, main, torch.float32)], lambda: nothing)
+    with store.reserve(name, Layout.of(gradients.fields())) as writer:
+        gradients.copy(writer.buffer)
+        writer.seal(Facts("job"))
+    main.grad.zero_()
+    with store.open(name) as reader:
+        data, upload = reader.read(shard.key(GRADIENT)), Upload(locks.reach)
+        assert locks.reach(address_of(data)) == LOCK_BYTES
+        write_record("it", data, main.grad, upload)
+        upload.end()
+        del data
+    assert torch.equal(main.grad, was)
+    locks.release()
+    store.close()

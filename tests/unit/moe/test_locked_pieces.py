@@ -18,7 +18,9 @@ import torch
 from device_training import WAIT_S, piece, trained
 
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import GRADIENT, LiveGradients
+from megatron.core.dist_checkpointing.moe.megatron_state import restore
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import SteppedTensor
+from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.replication import staged
 from megatron.core.dist_checkpointing.moe.replication.staged import BulkWay, Staging
@@ -48,14 +50,20 @@ def device() -> Iterator[AsyncDevice]:
 
 
 @pytest.fixture
-def store(device: AsyncDevice, tmp_path: Path) -> Iterator[MemoryStore]:
+def locks(device: AsyncDevice) -> Iterator[PageLocks]:
+    made = PageLocks()
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def store(locks: PageLocks, tmp_path: Path) -> Iterator[MemoryStore]:
     """Whose segments are locked."""
-    made, locks = MemoryStore(tmp_path, "job", 0, [NBYTES] * 2), PageLocks()
+    made = MemoryStore(tmp_path, "job", 0, [NBYTES] * 2)
     locks.begin(made.views())
     locks.settle(WAIT_S)
     yield made
     made.close()
-    locks.release()
 
 
 @pytest.mark.parametrize("schedule", ["random", "eager"])
@@ -118,3 +126,23 @@ def test_bulk_goes_from_and_to_any_place_of_a_segment(store: MemoryStore, monkey
             end.close()
         sending.join(WAIT_S)
     assert into == source
+
+
+def test_state_is_restored_from_the_locked_pages_of_its_store(
+    store: MemoryStore, locks: PageLocks, device: AsyncDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def buffer(nbytes: int) -> torch.Tensor:
+        raise AssertionError(f"a buffer of {nbytes} bytes")
+
+    monkeypatch.setattr(restore, "_page_locked", buffer)
+    live = torch.zeros(4000, device="cuda")
+    state, values = piece("master", Part.MASTER, live), np.random.default_rng(0).standard_normal(4000, np.float32)
+    with store.reserve(SnapshotId(5, 0), Layout.of([state.record])) as writer:
+        writer.put(state.key, values)
+        writer.seal(Facts("job"))
+    restorer = LiveRestorer([state], lambda recast: None)
+    restorer.locked_bytes = locks.reach
+    with store.open(SnapshotId(5, 0)) as reader:
+        restorer.restore(reader.read, {Part.MASTER: [state.operator]})
+    assert live.tolist() == values.tolist()
+    assert not device.blocking

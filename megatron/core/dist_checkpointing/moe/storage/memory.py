@@ -49,11 +49,14 @@ _KEPT: dict[Path, tuple[int, mmap.mmap]] = {}
 
 @dataclass(eq=False)
 class MappedSegment:
-    """A preallocated file, mapped once; `lent` are the buffers that a writer has handed out."""
+    """A preallocated file, mapped once; `lent` are the buffers that a writer has handed out, `read` the locks of those
+    who read this mapping, which nobody begins any more once it `goes`."""
 
     path: Path
     memory: mmap.mmap
     lent: list[weakref.ref[np.ndarray]] = field(default_factory=list)
+    read: weakref.WeakSet[FileLock] = field(default_factory=weakref.WeakSet)
+    goes: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +191,7 @@ class MemoryStore:
         self._user: SegmentUser | None = None
         self._claim = Claim(memory_dir, job, slot, area)
         self.directory, self._is_foreign = self._claim.directory, is_foreign
-        self._slot = SlotReader(self.directory, self.system, self._writing.__contains__)
+        self._slot = SlotReader(self.directory, self.system, self._writing.__contains__, self._mapped_here)
         try:
             warn_unless_in_memory(memory_dir)
             self._segments = self._prepare(sorted(aligned(size, mmap.PAGESIZE) for size in segment_bytes))
@@ -247,6 +250,17 @@ class MemoryStore:
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
         return self._slot.open(snapshot)
+
+    def _mapped_here(self, name: str, nbytes: int, lock: FileLock) -> memoryview | None:
+        """As `SlotReader` asks for it: a device reads the pages of this mapping by itself, as they are locked."""
+        if (segment := self._segments.get(name)) is None:
+            return None
+        segment.read.add(lock)
+        if segment.goes:  # asked after that, so that `_unlock` has seen the reader, or is seen here
+            return None
+        lent: np.ndarray = np.frombuffer(segment.memory, np.uint8, nbytes)
+        weakref.finalize(lent, lock.release)  # every view keeps the array, as in `MemoryWriter._lend`
+        return memoryview(lent)
 
     def free(self, snapshot: SnapshotId) -> None:
         with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
@@ -403,8 +417,7 @@ class MemoryStore:
                 f"{little}, but snapshots now need {needed / 1e9:.3f} GB more: enlarge the tmpfs (mount -o"
                 " remount,size=...), or keep fewer replicas"
             )
-        if self._user is not None:
-            self._user.release([memoryview(one.memory) for name, one in self._segments.items() if name not in chosen])
+        self._unlock(self._segments.keys() - chosen.keys())
         for name in gone:
             del self._segments[name]  # the last reference to its memory, unless somebody still reads it
         with failing_as(f"give up segments in {self.directory}"):
@@ -420,6 +433,15 @@ class MemoryStore:
             # The memory that was given up is still there to be taken back: as much room as before, if not the same.
             self._segments |= self._new(list(gone.values()))
             raise
+
+    def _unlock(self, names: Collection[str]) -> None:
+        """Have the user release segments that are given up; what is in use stays locked as long as it is mapped."""
+        going = [self._segments[name] for name in names]
+        for segment in going:
+            segment.goes = True
+        if self._user is not None:
+            # A device that reads or writes pages as they are unlocked fails for good.
+            self._user.release([memoryview(one.memory) for one in going if not (one.is_lent or one.read)])
 
     def _left_behind(self, sealed: Collection[str], sizes: Collection[int]) -> dict[str, MappedSegment]:
         """Segments of these sizes with snapshots of an earlier process, which had others than this one has yet."""

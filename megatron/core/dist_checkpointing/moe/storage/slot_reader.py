@@ -29,7 +29,7 @@ from .base import SnapshotReader
 from .manifest import MOST_BYTES, decode
 from .ownership import OWNER_FILE, check_private, live_owner, make_private
 from .small_files import read_small, regular_stat
-from .system import FileLock, LockedMap, OperatingSystem, PrivateSystem, failing_as, map_locked
+from .system import FileLock, OperatingSystem, PrivateSystem, failing_as, map_locked
 
 SEALED, WRITING = "json", "writing"
 
@@ -67,9 +67,9 @@ def written_over(content: bytes) -> bytes:
 class MemoryReader(SnapshotReader):
     """A sealed snapshot in memory; what it reads are views of the memory itself, which stays pinned."""
 
-    def __init__(self, manifest: Manifest, where: str, mapped: LockedMap | None) -> None:
+    def __init__(self, manifest: Manifest, where: str, view: memoryview) -> None:
         super().__init__(manifest, where)
-        self._view = (memoryview(mapped) if mapped else memoryview(b"")).toreadonly()
+        self._view = view.toreadonly()
 
     def raw(self) -> memoryview:
         self._require_open()
@@ -85,13 +85,18 @@ class MemoryReader(SnapshotReader):
 class SlotReader:
     """The snapshots in `directory`, for reading only; the owner may continue writing there.
 
-    `being_written` says whether a segment is; without it the segment's lock is asked.
+    `being_written` says whether a segment is; without it the segment's lock is asked. `mapped` gives the first bytes of
+    a segment that this process has mapped, and keeps a lock for as long as anything refers to them.
     """
 
     def __init__(
-        self, directory: Path, system: OperatingSystem | None = None, being_written: Callable[[str], bool] | None = None
+        self,
+        directory: Path,
+        system: OperatingSystem | None = None,
+        being_written: Callable[[str], bool] | None = None,
+        mapped: Callable[[str, int, FileLock], memoryview | None] = lambda *_: None,
     ) -> None:
-        self.directory, self._system = directory, system or PrivateSystem()
+        self.directory, self._system, self._mapped = directory, system or PrivateSystem(), mapped
         self._being_written = being_written or self._is_locked
 
     def entries(self) -> tuple[SlotEntry, ...]:
@@ -123,11 +128,13 @@ class SlotReader:
 
     def _reader(self, entry: SlotEntry, lock: FileLock) -> MemoryReader:
         manifest, path = self.manifest(entry), self.directory / f"{entry.segment}.bin"
+        nbytes = manifest.layout.nbytes
+        view = self._mapped(entry.segment, nbytes, lock) if nbytes else memoryview(b"")
         try:
-            mapped = map_locked(self._system, path, manifest.layout.nbytes, lock) if manifest.layout.nbytes else None
+            view = view if view is not None else memoryview(map_locked(self._system, path, nbytes, lock))
         except OSError as error:
             raise UnreadableCheckpoint(f"{path}: cannot be mapped: {error.strerror}; use another copy") from error
-        return MemoryReader(manifest, str(path), mapped)
+        return MemoryReader(manifest, str(path), view)
 
     def _pin(self, entry: SlotEntry) -> FileLock | None:
         """A shared lock on a segment that is sealed; None when it is freed meanwhile.
