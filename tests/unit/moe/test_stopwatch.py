@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.moe.ports import Stopwatch
-from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import CudaStopwatch, HostStopwatch, PassTimes
+from megatron.core.dist_checkpointing.moe.ports import Lap, Stopwatch
+from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import (
+    CudaStopwatch,
+    HostStopwatch,
+    PassTimes,
+)
 
 
 @dataclass
@@ -55,42 +59,63 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def iteration(device: Device, watch: Stopwatch, *, passes_s: float, launched_s: float, copies_s: float) -> float:
-    """Launch passes, which takes the host this long, and wait for copies; the stall."""
+def iteration(
+    device: Device, watch: Stopwatch, *, passes_s: float, launched_s: float, copies_s: float
+) -> tuple[float, Lap]:
+    """Launch passes, which takes the host this long, and wait for copies; the stall, and what tells of the passes."""
     device.launch(passes_s)
     device.sleep(launched_s)
-    watch.pause()
+    lap = watch.pause()
     device.sleep(copies_s)
-    return watch.resume()
+    return watch.resume(), lap
 
 
 def test_while_the_device_still_computes_passes_nothing_is_lost_by_waiting(device: Device) -> None:
-    watch = CudaStopwatch()
-    assert iteration(device, watch, passes_s=5.0, launched_s=0.5, copies_s=3.0) == 0.0
+    stall_s, lap = iteration(device, CudaStopwatch(), passes_s=5.0, launched_s=0.5, copies_s=3.0)
+    assert stall_s == 0.0
     assert device.waited == [], "the host must not wait for passes"
-    assert watch.lap_s() is None
+    assert lap() is None
     device.sleep(2.0)
-    assert watch.lap_s() == pytest.approx(5.0)
+    assert lap() == pytest.approx(5.0)
 
 
 def test_a_device_that_waits_for_copies_stands_still_from_the_end_of_its_passes(device: Device) -> None:
-    watch = CudaStopwatch()
-    assert iteration(device, watch, passes_s=1.0, launched_s=0.2, copies_s=3.0) == pytest.approx(2.2)
-    assert watch.lap_s() == pytest.approx(1.0), "passes are known without the wait"
+    stall_s, lap = iteration(device, CudaStopwatch(), passes_s=1.0, launched_s=0.2, copies_s=3.0)
+    assert stall_s == pytest.approx(2.2)
+    assert lap() == pytest.approx(1.0), "passes are known without the wait"
     assert device.waited == [0.0]
 
 
 def test_laps_go_from_one_resume_to_the_next_pause(device: Device) -> None:
     watch = CudaStopwatch()
     for passes_s in (1.0, 2.0, 1.5):
-        iteration(device, watch, passes_s=passes_s, launched_s=0.1, copies_s=4.0)
-        assert watch.lap_s() == pytest.approx(passes_s)
+        assert iteration(device, watch, passes_s=passes_s, launched_s=0.1, copies_s=4.0)[1]() == pytest.approx(passes_s)
 
 
 def test_on_the_host_both_are_told_by_the_clock(device: Device) -> None:
-    watch = HostStopwatch(device)
-    assert iteration(device, watch, passes_s=0.0, launched_s=1.0, copies_s=0.25) == 0.25
-    assert watch.lap_s() == 1.0
+    stall_s, lap = iteration(device, HostStopwatch(device), passes_s=0.0, launched_s=1.0, copies_s=0.25)
+    assert (stall_s, lap()) == (0.25, 1.0)
+
+
+def test_passes_of_a_loop_that_never_waits_for_its_device_are_told_late_and_each_as_it_was(device: Device) -> None:
+    watch, times, told = CudaStopwatch(), PassTimes(), []
+    for number in range(8):
+        _, lap = iteration(device, watch, passes_s=1.0 + number, launched_s=0.1, copies_s=0.0)
+        times.launched(lap, copied=number % 2 == 1)
+        device.launch(0.5)  # the optimizer's step
+        times.look()
+        told.append(times.newest_s)
+        watch.pause()
+        watch.resume()
+    assert told == [0.0] * 8, "the host is seconds ahead"
+    device.sleep(10.0)
+    times.look()
+    assert times.newest_s == pytest.approx(3.0)
+    device.sleep(100.0)
+    times.look()
+    assert times.newest_s == pytest.approx(8.0)
+    assert times.slowed_s == pytest.approx(8.0 - 5.0), "against the third, fifth and seventh"
+    assert device.waited == []
 
 
 def test_what_copies_cost_the_passes_is_told_against_those_without() -> None:

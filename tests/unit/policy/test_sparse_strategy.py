@@ -241,6 +241,16 @@ def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -
     assert found == [320]
 
 
+def test_passes_of_which_nobody_knows_how_long_they_took_do_not_count() -> None:
+    """As long as the device of some rank has come to the end of none, all ranks hear of 0 seconds."""
+    budget = Budget()
+    for seconds in (0.0, 0.0, 9.0, 0.0, 1.0, 1.0, 0.0):
+        budget = budget.throughput_measured(Throughput(seconds, 1000.0))
+    assert budget.bytes_now() is None
+    budget = budget.throughput_measured(Throughput(1.0, 1000.0))
+    assert budget.bytes_now() == 800 and budget.passes_s == (1.0,) * 3, "the first passes of a start count neither"
+
+
 @given(
     passes_s=st.floats(0.05, 30.0),
     bandwidth=st.floats(1e3, 1e12),

@@ -29,7 +29,7 @@ from .training import (
     StepRecorder,
     TrainerState,
 )
-from .transport import Clock, Executor, Pace, SendPace, Stopwatch, Task, Transfer, Transport, WaitObserver
+from .transport import Clock, Executor, Lap, Pace, SendPace, Stopwatch, Task, Transfer, Transport, WaitObserver
 
 __all__ = [
     "DTYPE_BYTES",
@@ -43,6 +43,7 @@ __all__ = [
     "Facts",
     "Field",
     "Json",
+    "Lap",
     "Layout",
     "Listing",
     "Manifest",

@@ -112,21 +112,21 @@ class Clock(Protocol):
         """Let this much time pass."""
 
 
+Lap = Callable[[], float | None]
+"""Tells how many seconds some work took; None as long as the device has not come to its end."""
+
+
 class Stopwatch(Protocol):
     """Time of the device that trains: between `resume` and `pause` work is launched, else it may stand still.
 
     It is running when it is made.
     """
 
-    def pause(self) -> None:
-        """Training launches nothing more for now."""
+    def pause(self) -> Lap:
+        """Training launches nothing more for now; tells how long what was launched since `resume` takes."""
 
     def resume(self) -> float:
         """It continues; the seconds for which the device had nothing to do since `pause`."""
-
-    def lap_s(self) -> float | None:
-        """Seconds that the work took which was launched before the last `pause`, since the `resume` before that; None
-        as long as it is not known."""
 
 
 class Pace(Protocol):

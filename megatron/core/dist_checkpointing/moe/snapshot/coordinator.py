@@ -151,7 +151,6 @@ class _Tally:
     last_stall_s: float = 0.0
     copy_stall_s: float = 0.0
     iteration_s: float = 0.0
-    passes_s: float = 0.0
 
 
 class Coordinator:
@@ -174,7 +173,7 @@ class Coordinator:
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
         self._stopwatch = ports.stopwatch or HostStopwatch(ports.clock)
-        self._pass_times, self._copied_beside = PassTimes(), False
+        self._pass_times = PassTimes()
         self._copy_rate = CopyRate.parse(job.config.copy_rate)
         self._iteration = 0
 
@@ -197,8 +196,7 @@ class Coordinator:
         # Closes the counts of this iteration. They may still be on the device: the thread that sends reads them.
         counts, beyond = ports.counts and ports.counts(), added.beyond and added.beyond()
         begun_s = ports.clock.now_s()
-        # Before `pause`, which would replace the lap of the passes by that of the optimizer's step.
-        self._note_passes()
+        self._pass_times.look()
         self._stopwatch.pause()
         # Without the time that training waited for copies, which the message tells by itself.
         tally.iteration_s = begun_s - self._step_ended_s - tally.last_stall_s
@@ -206,7 +204,7 @@ class Coordinator:
         # Failures of background work are raised here: the step has ended, so live state is whole.
         self._background.check()
         pace = (
-            Throughput(tally.passes_s, ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
+            Throughput(self._pass_times.newest_s, ports.capturer.bandwidth_bytes_per_s, self._tracker.peer_bytes_per_s)
             if self._strategy.needs_throughput
             else None
         )
@@ -235,10 +233,10 @@ class Coordinator:
 
     def before_optimizer(self) -> float:
         """Before the next optimizer step may change the state; returns the seconds for which training stood still."""
-        self._stopwatch.pause()
+        lap = self._stopwatch.pause()
         # Copies first: the messages of all ranks arrive on another thread meanwhile.
         copied = self._end_copy()
-        self._copied_beside = copied is not None
+        self._pass_times.launched(lap, copied=copied is not None)
         self._receive_messages()
         if copied is not None and not self._in_contact:
             copied.abandon()  # what the strategy has to remember of it is not known
@@ -307,7 +305,7 @@ class Coordinator:
             persistent=self._tracker.durable,
             tokens=self._tally.tokens,
             memory=self._memory_report,
-            passes_s=self._tally.passes_s,
+            passes_s=self._pass_times.newest_s,
             slowed_s=self._pass_times.slowed_s,
             protected_iteration=self._tracker.newest_protected,
             persisted_iteration=self._tracker.newest_persisted,
@@ -319,13 +317,6 @@ class Coordinator:
         )
         self._tally = replace(self._tally, stall_s=0.0, snapshot_bytes=0, tokens=())
         return report
-
-    def _note_passes(self) -> None:
-        """What the passes since the last step took; the step behind them has let the device come to their end."""
-        passes_s = self._stopwatch.lap_s()
-        if passes_s is not None:
-            self._tally.passes_s = passes_s
-            self._pass_times.noted(passes_s, copied=self._copied_beside)
 
     def _planned(self, iteration: int) -> SnapshotPlan | None:
         """What to snapshot, if anything."""

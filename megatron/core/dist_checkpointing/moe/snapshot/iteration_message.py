@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import MoECheckpointError
-from ..ports import Clock, Executor, Task, Transport
+from ..ports import Clock, Executor, Lap, Task, Transport
 from ..strategies import Costs, Throughput
 from ..types import SnapshotPlan
 
@@ -189,21 +189,17 @@ class HostStopwatch:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._resumed_s, self._paused_s = clock.now_s(), clock.now_s()
-        self._lap_s: float | None = None
 
-    def pause(self) -> None:
+    def pause(self) -> Lap:
         """As `ports.Stopwatch.pause`."""
         self._paused_s = self._clock.now_s()
-        self._lap_s = self._paused_s - self._resumed_s
+        lap_s = self._paused_s - self._resumed_s
+        return lambda: lap_s
 
     def resume(self) -> float:
         """As `ports.Stopwatch.resume`."""
         self._resumed_s = self._clock.now_s()
         return self._resumed_s - self._paused_s
-
-    def lap_s(self) -> float | None:
-        """As `ports.Stopwatch.lap_s`."""
-        return self._lap_s
 
 
 class CudaStopwatch:
@@ -211,12 +207,12 @@ class CudaStopwatch:
 
     def __init__(self) -> None:
         self._resumed, self._paused = _recorded(), _recorded()
-        self._lap: tuple[Any, Any] | None = None
 
-    def pause(self) -> None:
+    def pause(self) -> Lap:
         """As `ports.Stopwatch.pause`."""
         self._paused = _recorded()
-        self._lap = self._resumed, self._paused
+        first, last = self._resumed, self._paused
+        return lambda: float(first.elapsed_time(last)) / 1000 if last.query() else None
 
     def resume(self) -> float:
         """As `ports.Stopwatch.resume`."""
@@ -229,12 +225,6 @@ class CudaStopwatch:
         self._resumed.synchronize()  # at once: there is nothing before it on the stream
         return float(self._paused.elapsed_time(self._resumed)) / 1000
 
-    def lap_s(self) -> float | None:
-        """As `ports.Stopwatch.lap_s`."""
-        if self._lap is None or not self._lap[1].query():
-            return None
-        return float(self._lap[0].elapsed_time(self._lap[1])) / 1000
-
 
 def _recorded() -> Any:
     event = torch.cuda.Event(enable_timing=True)
@@ -243,9 +233,14 @@ def _recorded() -> Any:
 
 
 class PassTimes:
-    """What the newest passes took, and what copies cost them: the time by which those with copies take longer."""
+    """What the newest passes took, and what copies cost them: the time by which those with copies take longer.
+
+    newest_s: of the last passes that have come to an end; 0 where none has.
+    """
 
     def __init__(self) -> None:
+        self._laps: deque[tuple[Lap, bool]] = deque()
+        self.newest_s = 0.0
         self._newest: deque[float] = deque(maxlen=_REMEMBERED)
         self._alone: deque[float] = deque(maxlen=_REMEMBERED)
         self._cold = _COLD + 1
@@ -255,6 +250,22 @@ class PassTimes:
     def shortest_s(self) -> float | None:
         """Of the newest passes: the first ones of a start take long. None where none are known."""
         return min(self._newest, default=None)
+
+    def launched(self, lap: Lap, *, copied: bool) -> None:
+        """Passes are launched; how long they take is asked for from now on.
+
+        Args:
+            lap: Tells it.
+            copied: As in `noted`.
+        """
+        self._laps.append((lap, copied))
+
+    def look(self) -> None:
+        """Take in the passes that have come to an end: of a loop that never waits for its device, those of earlier
+        iterations."""
+        while self._laps and (passes_s := self._laps[0][0]()) is not None:
+            self.newest_s = passes_s
+            self.noted(passes_s, copied=self._laps.popleft()[1])
 
     def noted(self, passes_s: float, *, copied: bool) -> None:
         """Take in the passes of an iteration.

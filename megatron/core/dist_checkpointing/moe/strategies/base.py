@@ -138,9 +138,10 @@ def constant_buffers(job: Job) -> tuple[BufferSpec, ...]:
 class Throughput:
     """What an iteration has time for, as all ranks agree on it.
 
-    iteration_s: from the end of one step to the next optimizer step, the time that a copy has. bandwidth_bytes_per_s:
-    of the last copy, on the rank where it was slowest. peer_bytes_per_s: of the last exchange of replicas, all that a
-    rank sent to its peers, where that was slowest; infinite while nothing was sent.
+    iteration_s: from the end of one step to the next optimizer step, the time that a copy has; 0 as long as some rank
+    does not know it. bandwidth_bytes_per_s: of the last copy, on the rank where it was slowest. peer_bytes_per_s: of
+    the last exchange of replicas, all that a rank sent to its peers, where that was slowest; infinite while nothing was
+    sent.
     """
 
     iteration_s: float

@@ -235,7 +235,9 @@ class Budget:
     is_started: bool = False
 
     def throughput_measured(self, pace: Throughput) -> Budget:
-        """With one more iteration."""
+        """With one more iteration; one of which nothing is known changes nothing."""
+        if pace.iteration_s <= 0:
+            return self
         if not self.is_started:
             return replace(self, is_started=True)
         passes, bandwidths = _with(self.passes_s, pace.iteration_s), _with(self.bandwidths, pace.bandwidth_bytes_per_s)
