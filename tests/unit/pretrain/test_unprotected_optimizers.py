@@ -154,10 +154,29 @@ def test_an_adam_on_the_device_beside_one_on_the_host_is_refused() -> None:
     member = offloaded([torch.nn.Parameter(torch.ones(2))])
     member.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     member.buffers = []
-    assert list(unsupported_optimizers(member)) == []
+    assert list(unsupported_optimizers(member, Namespace())) == []
     member.optimizer.gpu_optimizer = FusedAdam([torch.nn.Parameter(torch.ones(2))])
-    (reason,) = unsupported_optimizers(member)
+    (reason,) = unsupported_optimizers(member, Namespace())
     assert reason == "the optimizer FusedAdam beside one on the host (use --optimizer-offload-fraction 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("tp_only", "held", "quantized"),
+    [(True, True, True), (False, True, True), (True, False, True), (True, True, False)],
+)
+def test_largest_values_that_stay_apart_are_refused_where_the_optimizer_casts_eight_bit_weights(
+    tp_only: bool, held: bool, quantized: bool
+) -> None:
+    """Each data-parallel rank would scale the part that it steps by the largest value of that part."""
+    weights = torch.nn.Parameter(torch.ones(2))
+    if quantized:
+        vars(weights).update(_data=weights.data, _scale_inv=torch.ones(1))
+    member = wrapped(torch.optim.AdamW([weights]))
+    member.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = held
+    member.buffers = [Namespace(params=[weights])]
+    refused = ["tp_only_amax_red and eight-bit weights whose masters FusedAdam keeps"]
+    found = list(unsupported_optimizers(member, Namespace(tp_only_amax_red=tp_only)))
+    assert found == refused * (tp_only and held and quantized)
 
 
 @pytest.mark.parametrize(

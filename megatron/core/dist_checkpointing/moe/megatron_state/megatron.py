@@ -311,8 +311,9 @@ class _Owned:
 
 
 def _refuse_unsupported(model: _Model, optimizer: MegatronOptimizer) -> None:
-    settings = unsupported_settings(model.chunks[0].config, model.wrapped[0].ddp_config)
-    for reason in (*settings, *unsupported_optimizers(optimizer)):
+    config = model.chunks[0].config
+    settings = unsupported_settings(config, model.wrapped[0].ddp_config)
+    for reason in (*settings, *unsupported_optimizers(optimizer, config)):
         raise UsageError(f"training state cannot be protected with {reason}: use --moe-ckpt-strategy none")
 
 

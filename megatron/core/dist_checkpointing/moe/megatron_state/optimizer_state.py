@@ -63,7 +63,7 @@ def level_scales(optimizer: Any, weights: Sequence[Any]) -> None:
 
     `FusedAdam` writes `_scale_inv` of the shards that a rank steps, and only their bytes are gathered. The other
     data-parallel ranks would read them with the scale of the initialization for ever, and train visibly worse. All
-    ranks know the scale: largest values are reduced over them.
+    ranks know the scale: largest values are reduced over them, as `tp_only_amax_red` is refused.
 
     Args:
         optimizer: The chain of optimizers, whose `step_with_ready_grads` all ranks call in each step.
@@ -355,11 +355,12 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
     yield from (reason for reason, applies in found.items() if applies)
 
 
-def unsupported_optimizers(optimizer: MegatronOptimizer) -> Iterator[str]:
+def unsupported_optimizers(optimizer: MegatronOptimizer, config: Any) -> Iterator[str]:
     """Which optimizers of a chain keep state that is not known here.
 
     Args:
         optimizer: The chain, or one alone.
+        config: Core's configuration of the model.
 
     Yields:
         What cannot be protected, as a noun.
@@ -372,6 +373,9 @@ def unsupported_optimizers(optimizer: MegatronOptimizer) -> Iterator[str]:
             yield f"the optimizer {inner.__name__}"
         if type(member) not in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer):
             yield f"the optimizer {type(member).__name__}"
+        # Data-parallel ranks then scale the parts of a weight that they step apart: `level_scales` has not one scale.
+        if getattr(config, "tp_only_amax_red", False) and _left_to_fused(member):
+            yield "tp_only_amax_red and eight-bit weights whose masters FusedAdam keeps"
 
 
 def _unsupported_offloading(member: MegatronOptimizer) -> Iterator[str]:
