@@ -142,7 +142,7 @@ def test_nccl_is_asked_whether_it_is_done_and_never_made_to_wait_on_the_device()
         asked.append(1)
         return len(asked) > 3
 
-    NcclPairs().finish(SimpleNamespace(is_completed=is_completed), lambda: None)
+    NcclPairs().finish(SimpleNamespace(is_completed=is_completed, exception=lambda: None), lambda: None)
     assert len(asked) == 4
 
     def ended() -> None:
@@ -150,6 +150,13 @@ def test_nccl_is_asked_whether_it_is_done_and_never_made_to_wait_on_the_device()
 
     with pytest.raises(ConnectionsClosed, match="hangs up"):
         NcclPairs().finish(SimpleNamespace(is_completed=lambda: False), ended)
+
+
+def test_a_transfer_of_nccl_that_has_failed_is_no_finished_one() -> None:
+    """Work with an error counts as completed: bytes that never came would be copied out of the buffer."""
+    failed = SimpleNamespace(is_completed=lambda: True, exception=lambda: RuntimeError("remote process exited"))
+    with pytest.raises(RuntimeError, match="NCCL: remote process exited"):
+        NcclPairs().finish(failed, lambda: None)
 
 
 def test_communicators_of_nccl_are_of_two_ranks_and_take_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

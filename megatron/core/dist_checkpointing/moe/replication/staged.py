@@ -117,6 +117,8 @@ class NcclPairs:
             check()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        if (error := work.exception()) is not None:  # which is completed as well
+            raise RuntimeError(f"NCCL: {error}")
 
 
 class Staging:
