@@ -2,7 +2,7 @@
 
 The settings, and their values, are those of Megatron-LM's `--deterministic-mode` in core 0.19, which an older release
 asks for in part. `Tree` is not among the algorithms of NCCL although 0.17 and 0.18 accept it: the order of its sums
-depends on where nodes are, and a fault may replace one.
+depends on where nodes are, and a fault may replace one. Nor is `^NVLS`, which all accept: it leaves NCCL `Tree`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-NCCL_ALGORITHMS = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+NCCL_ALGORITHMS = ("Ring", "CollnetDirect", "CollnetChain")
 _WORKSPACES = (":4096:8", ":16:8")
 
 
