@@ -559,12 +559,16 @@ def test_a_resize_that_the_system_refuses_half_way_leaves_as_much_room_as_before
             super().allocate(descriptor, nbytes)
 
     store = MemoryStore(place, JOB, RANK, SEGMENTS, system=Full())
+    write(store, SECOND)
     Full.left = 3 * PAGE
     with pytest.raises(NoRoom):
         store.resize((2 * PAGE,) * 3)
     assert store.total_bytes == sum(SEGMENTS)
     assert len(list(store.directory.glob("*.bin"))) == len(SEGMENTS)
     write(store, FIRST)
+    for snapshot in (FIRST, SECOND):
+        with store.open(snapshot) as reader:
+            assert where(reader.raw()) in map(where, store.views())
     store.close()
 
 

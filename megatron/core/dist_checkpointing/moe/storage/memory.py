@@ -222,6 +222,8 @@ class MemoryStore:
                 try:
                     self._exchange(sizes)
                 finally:
+                    for segment in self._segments.values():  # where that has failed half way, they stay
+                        segment.goes = False
                     if self._user is not None:
                         self._user.prepare(self.views())
 
@@ -435,7 +437,7 @@ class MemoryStore:
             raise
 
     def _unlock(self, names: Collection[str]) -> None:
-        """Have the user release segments that are given up; what is in use stays locked as long as it is mapped."""
+        """Have the user release segments that are given up; those in use stay locked as long as they are mapped."""
         going = [self._segments[name] for name in names]
         for segment in going:
             segment.goes = True
