@@ -192,8 +192,7 @@ class BulkWay:
         for at, part in self._parts(memory):
             buffer = self._buffer(at, len(part))
             # To one buffer, while the chunk in the other is under way.
-            for start, end in within_locks(part):
-                self._copied(buffer[start:end], as_tensor(part[start:end]))
+            self._copied(part, buffer, is_out=False)
             # Over before the next is launched: nothing on the device may wait for something else there.
             if under_way is not None:
                 self._finish(under_way, connection)
@@ -219,12 +218,12 @@ class BulkWay:
             under_way = self.launch("recv", 0, buffer, at)
             # The chunk before goes to host memory while this one arrives in the other buffer.
             if arrived is not None:
-                self._take_out(*arrived)
+                self._copied(*arrived, is_out=True)
             self._finish(under_way, connection)
             moved()
             arrived = part, buffer
         if arrived is not None:
-            self._take_out(*arrived)
+            self._copied(*arrived, is_out=True)
 
     def close(self) -> None:
         """End the process group, whatever is under way on it."""
@@ -243,13 +242,11 @@ class BulkWay:
         self._staging = self._staging or self._make_staging()
         return self._staging.buffer(at, nbytes)
 
-    def _take_out(self, part: memoryview, buffer: torch.Tensor) -> None:
-        for start, end in within_locks(part):
-            self._copied(as_tensor(part[start:end]), buffer[start:end])
-
-    def _copied(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied(self, part: memoryview, buffer: torch.Tensor, *, is_out: bool) -> None:
         assert self._staging is not None
-        self._staging.copied(to, source)
+        for start, end in within_locks(part):
+            pair = as_tensor(part[start:end]), buffer[start:end]
+            self._staging.copied(*(pair if is_out else reversed(pair)))
 
     def _connect(self, own: int) -> None:
         """Make the process group; both sides have said that they do so now, for it cannot be interrupted."""
