@@ -472,6 +472,15 @@ def test_another_dispatcher_is_named_by_its_flag_where_iterations_are_run_again(
     assert changed == ["--moe-token-dispatcher-type was alltoall and is flex"] * replays
 
 
+def test_state_of_another_dtype_is_named_by_the_flag_that_was_changed() -> None:
+    recorded = {"flags": {"bf16": True, "exp_avg_dtype": "torch.float16"}}
+    given = {"bf16": True, "exp_avg_dtype": "torch.bfloat16", "main_params_dtype": "torch.float16"}
+    assert changed_model(recorded, given, replays=False) == [
+        "--main-params-dtype was torch.float32 and is torch.float16",
+        "--exp-avg-dtype was torch.float16 and is torch.bfloat16",
+    ]
+
+
 @pytest.mark.parametrize("left_in", ["memory", "storage", "storage of another job", "nowhere"])
 def test_the_state_of_before_is_found_in_memory_or_else_in_storage(left_in: str, tmp_path: Path) -> None:
     layout, slot, storage = Layout.of([Field("w/master", "float32", (4,))]), tmp_path / "slot", tmp_path / "storage"

@@ -199,6 +199,31 @@ def refusal(store: ReshardingStore, rank: int = 0) -> str:
     return str(refused.value)
 
 
+def test_values_of_another_dtype_are_shown_as_they_are_stored_and_never_as_bytes_of_this_jobs(folder: Path) -> None:
+    live = live_of(0)
+    narrow = [
+        replace(one, record=replace(one.record, dtype="bfloat16")) if one.key.field == "master" else one
+        for one in live.tensors
+    ]
+    scale = LiveTensor(
+        Field("n[0:4]/master_scale", "float32", (1,), Part.MASTER, OPERATOR),
+        RecordKey.parse("n[0:4]/master_scale"),
+        False,
+    )
+    with view(folder, live=replace(live, tensors=(*narrow, scale))).open(SnapshotId(4, 0)) as reader:
+        record, *_ = reader.manifest.records
+        assert (record.field.key, record.field.dtype) == ("w[0:27]/master", "float32")
+        assert [*np.frombuffer(reader.read(record.key), np.float32)] == [*WHOLE.reshape(-1)[:27]]
+        assert scale.record.key not in reader.manifest.by_key, "whoever sees the dtype refuses it by that"
+
+
+def test_ranks_that_stored_one_tensor_in_two_dtypes_are_refused(tmp_path: Path) -> None:
+    for rank in range(OLD.world_size):
+        wide = {"n[0:4]/master": (Part.MASTER, np.ones(4, np.float64))} if rank == 3 else {}
+        put(FilesystemStore(tmp_path, rank), rank, share(rank) | wide)
+    assert "n/master is stored as float32 and as float64" in refusal(view(tmp_path))
+
+
 def test_a_share_that_is_missing_is_told_by_what_it_held(folder: Path) -> None:
     FilesystemStore(folder, 3).free(SnapshotId(4, 3))
     said = refusal(view(folder, 1), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +16,48 @@ from thread_ranks import on_ranks
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state import restore
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer, level_step_counts
+from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
 from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState, keep, take
-from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPlan, ReplaySegment, Scope, Topology
+from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPlan, ReplaySegment, Scope, Tier, Topology
+
+ALONE = SimpleNamespace(rank=0, exchange=lambda messages: (), merge=lambda value, combine: value)
+"""A transport of one rank."""
 
 
 def test_state_that_no_copy_gives_is_nan_after_a_recovery_and_never_what_it_was() -> None:
     live = torch.ones(8)
     restorer = LiveRestorer((), lambda recast: None, derived=[live])
-    transport = SimpleNamespace(rank=0, exchange=lambda messages: ())
-    ports: Any = SimpleNamespace(transport=transport, restorer=restorer, kept=KeptState(), clock=None)
+    ports: Any = SimpleNamespace(transport=ALONE, restorer=restorer, kept=KeptState(), clock=None, dtypes=dict)
     plan = RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), ())
     RestoreTask(ports, plan, (), Topology(1)).restore()
     assert bool(live.isnan().all())
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [("float16", True), ("bfloat16", False)])
+def test_state_of_another_dtype_is_refused_by_name_before_anything_is_written(dtype: str, fits: bool) -> None:
+    key, did = "w[0:4]/exp_avg", list[str]()
+    fields = [Field(key, "float16", (4,), Part.MOMENTS), Field("random/cpu", "uint8", (3,))]
+    facts = SimpleNamespace(scalars={})
+    reader = nullcontext(SimpleNamespace(manifest=SimpleNamespace(layout=Layout.of(fields), facts=facts)))
+    found = SimpleNamespace(place=0, snapshot=SnapshotId(4, 0), tier=Tier.PERSISTENT, is_state=True)
+    need: Any = SimpleNamespace(found=found, parts=(), travels=False)
+    ports: Any = SimpleNamespace(
+        transport=ALONE,
+        restorer=SimpleNamespace(poison=lambda: did.append("poisoned")),
+        kept=KeptState(),
+        clock=None,
+        open=lambda snapshot, tier: reader,
+        dtypes=lambda: {key: dtype, "n[0:4]/exp_avg": "float32"},
+    )
+    task = RestoreTask(ports, RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), ()), [[need]], Topology(1))
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(UsageError, match=r"w\[0:4\]/exp_avg in float16, .* bfloat16: .*--exp-avg")
+    ):
+        task.restore()
+    assert did == ["poisoned"] * fits
 
 
 class LateDevice:

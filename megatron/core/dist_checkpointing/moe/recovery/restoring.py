@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, cast
 
-from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error
+from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage
 from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (
@@ -31,6 +31,7 @@ from ..ports import (
     Transport,
 )
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
+from ..replication.agreement import raise_on_all_ranks
 from ..storage.base import HostBuffer
 from ..strategies import Job
 from ..types import (
@@ -78,6 +79,7 @@ class RecoveryPorts:
         restored: Called on all ranks once all of them have restored the target.
         is_spared: Whether a snapshot in memory belongs to another layout, and is freed by others.
         older: The timelines of what other layouts left, of which some cannot be had in this one.
+        dtypes: Of live tensors, by the keys of their records.
     """
 
     memory: MappedStore
@@ -96,6 +98,7 @@ class RecoveryPorts:
     restored: Callable[[int], None] = lambda target: None
     is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
     older: Callable[[], Collection[Lineage]] = tuple
+    dtypes: Callable[[], Mapping[str, str]] = dict
 
     def open(self, snapshot: SnapshotId, tier: Tier) -> MappedReader | Reader:
         """A reader of what this rank found, or reads from storage.
@@ -187,7 +190,11 @@ class RestoreTask:
 
     def restore(self) -> None:
         """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it; where
-        it is that of the base already, nothing is copied."""
+        it is that of the base already, nothing is copied. A collective.
+
+        Raises UsageError, on all ranks before anything is written, where state is in other dtypes.
+        """
+        raise_on_all_ranks(self._ports.transport, self._check_dtypes)
         if self._resumed is not None:
             self._continue(self._resumed)
             return
@@ -205,6 +212,18 @@ class RestoreTask:
                 self._refused[place] = str(error)
         if self._refused:
             raise RefusedCopies(self._refused)
+
+    def _check_dtypes(self) -> None:
+        """All copies are in those of before, and none is damaged. As many bytes may be other values: fp16 and bf16."""
+        now = self._ports.dtypes()
+        for need, reader in self._held:
+            for one in reader.manifest.layout.fields:
+                if (dtype := now.get(one.key, one.dtype)) != one.dtype:
+                    raise UsageError(
+                        f"the {need.found.snapshot} has {one.key} in {one.dtype}, and this job has it in {dtype}: start"
+                        " with the dtypes of before (--bf16, --fp16, --main-params-dtype, --exp-avg-dtype,"
+                        " --exp-avg-sq-dtype), or begin from a checkpoint under another job id"
+                    )
 
     def _continue(self, kept: KeptReplay) -> None:
         """Operators that are still frozen in the next iteration have compute weights only."""

@@ -192,11 +192,15 @@ class Generation:
         parts = self._parts()
         wanted = [one for one in live.tensors if one.record.operator in parts]
         wanted = [one for one in wanted if one.record.operator and one.serves(parts[one.record.operator])]
-        stored = self._stored(old, {one.key.tensor for one in wanted})
+        stored, dtypes = self._stored(old, {one.key.tensor for one in wanted})
+        if any(dtypes.get(one.key.tensor, one.record.dtype) != one.record.dtype for one in wanted):
+            # By these a restore refuses it, so it is shown, without what is stored for other dtypes only.
+            wanted = [one for one in wanted if one.key.tensor in stored]
         reads = {one.record.key: _reads(one, live, stored.get(one.key.tensor, ())) for one in wanted}
         random, facts = self._trainer(live, old, parts)
         reads |= {record.key: (_whole(record, at),) for at, record in random}
-        fields = [*(one.record for one in wanted), *(record.field for _, record in random)]
+        own = (replace(one.record, dtype=dtypes[one.key.tensor]) for one in wanted)
+        fields = [*own, *(record.field for _, record in random)]
         snapshot = replace(self.any.snapshot, rank=live.rank)
         layout = Layout.of(fields)
         return Assembly(Manifest(snapshot, facts, "", layout, ("",) * len(fields)), reads)
@@ -205,15 +209,19 @@ class Generation:
         held = (row for manifest in self.manifests.values() for row in _scalars(manifest).operators)
         return {OperatorId(layer, OperatorKind(kind), expert): Part(part) for layer, kind, expert, part in held}
 
-    def _stored(self, old: Topology, tensors: Collection[str]) -> Mapping[str, list[StoredRange]]:
-        """All records of these tensors."""
-        found: dict[str, list[StoredRange]] = {}
+    def _stored(
+        self, old: Topology, tensors: Collection[str]
+    ) -> tuple[Mapping[str, list[StoredRange]], Mapping[str, str]]:
+        """All records of these tensors, and the dtype of each."""
+        found, dtypes = dict[str, list[StoredRange]](), dict[str, str]()
         for rank, manifest in self.manifests.items():
             for record in manifest.records:
                 if record.operator is not None and (key := RecordKey.parse(record.key)).tensor in tensors:
                     elements = StoredRange(rank, old.stage(rank), record.key, key.elements, record.xxh3)
                     found.setdefault(key.tensor, []).append(elements)
-        return found
+                    if (dtype := dtypes.setdefault(key.tensor, record.field.dtype)) != record.field.dtype:
+                        raise UnreadableCheckpoint(f"{key.tensor} is stored as {dtype} and as {record.field.dtype}")
+        return found, dtypes
 
     def _trainer(
         self, live: LiveLayout, old: Topology, parts: Mapping[OperatorId, Part]

@@ -135,6 +135,10 @@ class LiveState:
         draws = random_draws(unwrap_model(chunks[0]).config)
         return LiveLayout(self._rank, topology, facts, tuple(tensors), tensor_grids(chunks, topology), scalars, draws)
 
+    def dtypes(self) -> Mapping[str, str]:
+        """Of all of it, by the keys of its records."""
+        return {one.key: one.record.dtype for one in self.live.tensors}
+
     def execution(self) -> Execution:
         """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""
         chunks, optimizer = self._training.chunks, self._training.optimizer

@@ -220,6 +220,7 @@ class ProtectedSession(Session):
             restored=older.restored,
             is_spared=older.is_spared,
             older=older.timelines,
+            dtypes=self.state.dtypes,
         )
         recovery = Recovery(self.job, self.strategy, ports, self._identity, self.owners)
         self.held.callback(recovery.close)

@@ -68,8 +68,11 @@ def refuse_other_flags(recorded: Mapping[str, Any], given: Mapping[str, Any]) ->
         )
 
 
-_OF_STATE = ("num_layers", "hidden_size", "num_experts", "mtp_num_layers", "mtp_use_repeated_layer", "optimizer")
-"""What decides which tensors a state has: that of another model or optimizer fits none of them."""
+_OF_STATE = (
+    *("num_layers", "hidden_size", "num_experts", "mtp_num_layers", "mtp_use_repeated_layer", "optimizer"),
+    *("bf16", "fp16", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+)
+"""What decides which tensors a state has, and their dtypes: that of another model or optimizer fits none of them."""
 _OF_ORDER = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"
 """What decides in which order tokens are added up: a replay with another dispatcher comes to other bits."""
 
