@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, NoRoom, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, open_memories
+from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState
+from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, open_memories, parallel_layout
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
+from megatron.core.dist_checkpointing.moe.types import Topology
 
 PLACE = ProcessInfo(0, "node", "job")
 SIZES = {"slot": [4096, 4096], "standby": [8192]}
@@ -67,6 +71,23 @@ def test_snapshots_of_an_earlier_attempt_are_not_given_back_with_it(tmp_path: Pa
     with pytest.raises(NoRoom):
         open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.rglob("*-000")] == ["slot-000"]
+
+
+def test_a_layout_tells_apart_which_elements_ranks_step() -> None:
+    class Other:
+        def total(self, values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(value + (1 << 39) for value in values)
+
+    def buckets(*keys: tuple[str, str]) -> str:
+        tensors = [SimpleNamespace(key=f"{key}/{field}", field=field) for key, field in keys]
+        state: Any = SimpleNamespace(_rank=0, live=SimpleNamespace(tensors=tensors))
+        return LiveState.buckets(state, Other())  # type: ignore[arg-type]
+
+    first = buckets(("w[0:4]", "master"), ("n[0:2]", "master"))
+    assert first == buckets(("n[0:2]", "master"), ("w[0:4]", "exp_avg"), ("w[0:4]", "master"))
+    assert first != buckets(("w[0:5]", "master"), ("n[0:2]", "master"))
+    layout = parallel_layout(Topology(4, tp=2), "none", first)
+    assert layout == dict(world_size=4, tp=2, pp=1, vpp=1, cp=1, ep=1, etp=2, buckets=first)
 
 
 def test_nodes_and_units_of_a_job_are_told_by_runs_of_ranks() -> None:

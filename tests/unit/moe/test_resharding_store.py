@@ -58,20 +58,24 @@ def put(
     store: FilesystemStore,
     rank: int,
     records: Mapping[str, tuple[Part, np.ndarray]],
-    topology: Topology = OLD,
+    topology: Topology | Mapping[str, Any] = OLD,
     iteration: int = 4,
+    scales: bool = False,
     **scalars: Any,
 ) -> None:
     fields = [Field(key, str(value.dtype), value.shape, part, OPERATOR) for key, (part, value) in records.items()]
-    fields.append(Field("random/torch", "uint8", (3,)))
+    states = ("random/torch", *(("random/quantization",) if scales else ()))
+    fields += [Field(key, "uint8", (3,)) for key in states]
     layout = Layout.of(fields)
     with store.reserve(SnapshotId(iteration, rank), layout) as writer:
         for key, (_, value) in records.items():
             writer.put(key, np.ascontiguousarray(value))
-        writer.put("random/torch", np.array([rank, 1, 2], np.uint8))
+        for key in states:
+            writer.put(key, np.array([rank, 1, 2], np.uint8))
         held = [[OPERATOR.layer, OPERATOR.kind.value, OPERATOR.expert, Part.EVERYTHING.value]]
         own = {"operators": held, "timeline": [["1-a", 0]], "window": [iteration, iteration], "trainer": TRAINER}
-        writer.seal(Facts("job", "digest", facts_of(topology), own | scalars))
+        made_in = facts_of(topology) if isinstance(topology, Topology) else topology
+        writer.seal(Facts("job", "digest", made_in, own | scalars))
 
 
 def live_of(rank: int, grid: Grid = SMALL, **changes: Any) -> LiveLayout:
@@ -372,6 +376,59 @@ def test_random_draws_are_refused_unless_accepted(folder: Path) -> None:
     assert "hidden_dropout 0.1" in refusal(view(folder, live=live))
     with view(folder, live=live, inexact=True).open(SnapshotId(4, 0)) as reader:
         assert reader.read("n[0:4]/master").nbytes == 16
+
+
+def in_buckets(topology: Topology, buckets: str) -> dict[str, Any]:
+    return facts_of(topology) | {"buckets": buckets}
+
+
+@pytest.fixture
+def cut_elsewhere(tmp_path: Path) -> ReshardingStore:
+    """The same ranks stored it, with other gradient buckets, of a model that draws random numbers."""
+    for rank in range(NEW.world_size):
+        start, end = ((0, 7), (7, WHOLE.size))[rank]
+        records = {
+            f"w[{start}:{end}]/master": (Part.MASTER, WHOLE.reshape(-1)[start:end]),
+            f"w[{start}:{end}]/step": (Part.MOMENTS, np.array([4.0], np.float32)),
+            "n[0:4]/master": (Part.MASTER, np.ones(4, np.float32)),
+            f"c/rank{rank}[0:2]/buffer": (Part.MASTER, np.full(2, rank, np.float32)),
+        }
+        put(FilesystemStore(tmp_path, rank), rank, records, in_buckets(NEW, "aa"), scales=True)
+    here = in_buckets(NEW, "bb")
+    live = live_of(1, draws="hidden_dropout 0.1", facts=here, grids={"w": SMALL, "n": Grid(1, 4)})
+    return ReshardingStore(FilesystemStore(tmp_path, 1), lambda: live, here, 1, inexact=False)
+
+
+def test_other_buckets_alone_change_neither_random_numbers_nor_whose_counts_and_scales_are_taken(
+    cut_elsewhere: ReshardingStore,
+) -> None:
+    with cut_elsewhere.open(SnapshotId(4, 1)) as reader:
+        weight, step, norm, counts, *random = [bytes(reader.read(field.key)) for field in reader.manifest.layout.fields]
+    assert [*np.frombuffer(weight, np.float32)] == [*WHOLE.reshape(-1)[SMALL.numel // 2 + 3 :]]
+    assert np.frombuffer(step, np.float32) == [4.0]
+    assert (np.frombuffer(norm, np.float32) == 1).all()
+    assert (np.frombuffer(counts, np.float32) == 1).all()
+    assert [data[0] for data in random] == [1, 1], "with the scales of modules"
+
+
+def test_where_stages_have_other_layers_random_numbers_come_out_otherwise_in_any_buckets(
+    cut_elsewhere: ReshardingStore,
+) -> None:
+    live = cut_elsewhere._live_layout()
+    cut_elsewhere._live = replace(live, grids={"w": SMALL})
+    assert "hidden_dropout 0.1" in refusal(cut_elsewhere, 1)
+
+
+def test_a_window_in_other_buckets_is_told_by_them(tmp_path: Path) -> None:
+    for iteration, rank in ((3, 0), (3, 1), (4, 0), (4, 1)):
+        store = FilesystemStore(tmp_path, rank)
+        put(store, rank, share(rank), in_buckets(NEW, "aa"), iteration=iteration, window=[3, 4])
+    here = in_buckets(NEW, "bb")
+    live = live_of(0, draws="hidden_dropout 0.1", facts=here, grids={"w": SMALL, "n": Grid(1, 4)})
+    store = ReshardingStore(FilesystemStore(tmp_path, 0), lambda: live, here, 0, inexact=False)
+    assert str(store.previous_window()) == "iterations 3 to 4 of the layout world_size 2, buckets aa"
+    with pytest.raises(UnreadableCheckpoint, match="were run in, world_size 2, buckets aa: moe-ckpt convert"):
+        store.open(SnapshotId(3, 0))
 
 
 def test_what_this_layout_stored_is_left_as_it_is(folder: Path) -> None:

@@ -20,11 +20,21 @@ from megatron.core.dist_checkpointing.moe.policy.resharding import (
     StoredRange,
     common,
     freed_by,
+    is_same_layout,
     one_value,
     plan_reads,
     source_rank,
 )
 from megatron.core.dist_checkpointing.moe.types import Topology
+
+
+def test_other_buckets_make_another_layout_but_not_of_snapshots_of_before_which_do_not_tell_theirs() -> None:
+    here = {"world_size": 2, "tp": 1, "buckets": "1a2b3c4d"}
+    assert is_same_layout(dict(here), here)
+    assert is_same_layout({"world_size": 2, "tp": 1}, here)
+    assert not is_same_layout(here | {"buckets": "0"}, here)
+    assert not is_same_layout({"world_size": 2, "tp": 2}, here)
+    assert not is_same_layout(here | {"shard": "share"}, here)
 
 
 def partition(whole: np.ndarray, part: int, parts: int) -> np.ndarray:

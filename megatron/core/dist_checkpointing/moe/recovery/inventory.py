@@ -21,6 +21,7 @@ import msgspec
 
 from ..errors import UnreadableCheckpoint
 from ..policy.lineage import Lineage, belongs, past
+from ..policy.resharding import is_same_layout
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import (
     GRADIENTS,
@@ -140,7 +141,7 @@ def listing(
 
 def _mismatch(facts: Facts, accepts: Mapping[str, Json], job: str, strategy: str) -> str:
     """Why this job cannot continue from such a snapshot; empty if it can."""
-    if dict(facts.topology) != dict(accepts):
+    if not is_same_layout(facts.topology, accepts):
         return f"it was made in the parallel layout {dict(facts.topology)}, this job has {dict(accepts)}"
     if job and facts.job != job:
         return f"it belongs to job {facts.job}"

@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import Lineage
 from ..policy.resharding import (
+    BUCKETS,
     ElementRange,
     ElementRun,
     Grid,
@@ -181,13 +182,13 @@ class Generation:
         Raises:
             UnreadableCheckpoint: Says what cannot be had.
         """
-        old = self.topology
+        old, moves = self.topology, self.moves(live)
         first, last = self.window
         if first != last and not replays:
             raise UnreadableCheckpoint(
                 f"iterations {first} to {last} have to be run again in the layout that they were run in,"
-                f" {described(self.any.facts.topology)}: moe-ckpt convert --to dense does that on a CPU, and makes a"
-                " checkpoint for --load; --moe-ckpt-replay-tolerance allows another layout"
+                f" {described(self.any.facts.topology, live.facts)}: moe-ckpt convert --to dense does that on a CPU,"
+                " and makes a checkpoint for --load; --moe-ckpt-replay-tolerance allows another layout"
             )
         parts = self._parts()
         wanted = [one for one in live.tensors if one.record.operator in parts]
@@ -196,14 +197,27 @@ class Generation:
         if any(dtypes.get(one.key.tensor, one.record.dtype) != one.record.dtype for one in wanted):
             # By these a restore refuses it, so it is shown, without what is stored for other dtypes only.
             wanted = [one for one in wanted if one.key.tensor in stored]
-        reads = {one.record.key: _reads(one, live, stored.get(one.key.tensor, ())) for one in wanted}
-        random, facts = self._trainer(live, old, parts)
+        reads = {one.record.key: _reads(one, live, stored.get(one.key.tensor, ()), moves) for one in wanted}
+        random, facts = self._trainer(live, old, parts, moves)
         reads |= {record.key: (_whole(record, at),) for at, record in random}
         own = (replace(one.record, dtype=dtypes[one.key.tensor]) for one in wanted)
         fields = [*own, *(record.field for _, record in random)]
         snapshot = replace(self.any.snapshot, rank=live.rank)
         layout = Layout.of(fields)
         return Assembly(Manifest(snapshot, facts, "", layout, ("",) * len(fields)), reads)
+
+    def moves(self, live: LiveLayout) -> bool:
+        """Whether ranks compute something else here than they did, and draw other random numbers for it.
+
+        It takes other degrees, or other layers on stages: of gradient buckets they depend on nothing.
+        """
+        old = self.topology
+        if old != topology_of(replace(self.any.facts, topology=live.facts)):
+            return True
+        stage = old.stage(live.rank)
+        records = (one for rank, held in self.manifests.items() if old.stage(rank) == stage for one in held.records)
+        keys = (RecordKey.parse(one.key) for one in records if one.operator and not one.operator.is_expert)
+        return any(key.field != "buffer" and key.name not in live.grids for key in keys)
 
     def _parts(self) -> dict[OperatorId, Part]:
         held = (row for manifest in self.manifests.values() for row in _scalars(manifest).operators)
@@ -224,7 +238,7 @@ class Generation:
         return found, dtypes
 
     def _trainer(
-        self, live: LiveLayout, old: Topology, parts: Mapping[OperatorId, Part]
+        self, live: LiveLayout, old: Topology, parts: Mapping[OperatorId, Part], moves: bool
     ) -> tuple[list[tuple[int, Record]], Facts]:
         """The random states that this rank takes, with the rank that stored them, and the facts of its snapshot."""
         source = source_rank(live.rank, old, live.topology)
@@ -233,17 +247,17 @@ class Generation:
             raise UnreadableCheckpoint(f"the share of rank {source} is missing, whose random states are needed")
         manifest = self.manifests[source] if held else self.any
         random = [(source, record) for record in manifest.records if record.operator is None]
-        if any(record.key == _QUANTIZATION for _, record in random):
+        if moves and any(record.key == _QUANTIZATION for _, record in random):
             raise UnreadableCheckpoint(
                 "scales of eight-bit training belong to the modules of one layout, "
-                f"{described(manifest.facts.topology)}: start with that layout again"
+                f"{described(manifest.facts.topology, live.facts)}: start with that layout again"
             )
         own = {one.record.operator for one in live.tensors}
         rows: list[Json] = [
             [one.layer, one.kind.value, one.expert, part.value] for one, part in sorted(parts.items()) if one in own
         ]
         scalars = {**manifest.facts.scalars, "operators": rows}
-        if isinstance(journal := scalars.get("journal"), Mapping):
+        if moves and isinstance(journal := scalars.get("journal"), Mapping):
             scalars["journal"] = {**journal, "lm_loss": None}  # the mean of samples that other ranks have now
         if held:
             everywhere = [_scalars(one).trainer for one in self.manifests.values()]
@@ -281,10 +295,16 @@ def topology_of(facts: Facts) -> Topology:
         raise UnreadableCheckpoint(f"{dict(facts.topology)} is no parallel layout: something else made it") from error
 
 
-def described(layout: Mapping[str, Json]) -> str:
-    """A layout in a few words: world_size 8, tp 2, pp 2."""
+def described(layout: Mapping[str, Json], other: Mapping[str, Json]) -> str:
+    """A layout in a few words: world_size 8, tp 2, pp 2.
+
+    Args:
+        layout: As manifests have it.
+        other: From which it differs; its buckets are named where all else is the same.
+    """
+    alike = all(layout.get(name) == other.get(name) for name in {*layout, *other} - {BUCKETS})
     shown = [name for name in layout if name == "world_size" or layout[name] != 1]
-    return ", ".join(f"{name} {layout[name]}" for name in shown)
+    return ", ".join(f"{name} {layout[name]}" for name in shown if alike or name != BUCKETS)
 
 
 def _scalars(manifest: Manifest) -> _ForeignScalars:
@@ -294,12 +314,14 @@ def _scalars(manifest: Manifest) -> _ForeignScalars:
         raise UnreadableCheckpoint(f"its manifest does not fit: {error}; something else made it") from error
 
 
-def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange]) -> tuple[ReadPlan, ...]:
+def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange], moves: bool) -> tuple[ReadPlan, ...]:
     key, record = tensor.key, tensor.record
     if key.own_of is None and record.shape == (key.elements.numel,) and not key.field.endswith("_scale"):
         return plan_reads(key.tensor, live.grid(tensor), stored, key.elements, live.rank)
     # Step counts, scales, and what each rank counts for itself: right only where all stored the same.
     numel = record.shape[0]
+    if key.own_of is not None and not moves:
+        stored = [one for one in stored if one.rank == live.rank]
     return (ReadPlan(one_value(key.tensor, stored, live.rank), (ElementRun(0, 0, numel),)),)
 
 

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from ..errors import UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
-from ..policy.resharding import freed_by
-from ..ports import Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
+from ..policy.resharding import freed_by, is_same_layout
+from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
 from .generation import (
     Assembly,
     Generation,
@@ -55,12 +55,15 @@ class PreviousWindow:
         return f"iterations {self.first} to {self.last} of the layout {self.layout}"
 
 
-def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]) -> PreviousWindow | None:
+def newest_window(
+    found: Iterable[Generation], in_memory: Collection[SnapshotId], here: Mapping[str, Json]
+) -> PreviousWindow | None:
     """The newest complete window of several iterations, of the newest past that has one.
 
     Args:
         found: All that other layouts stored.
         in_memory: Which of their snapshots lie in memory.
+        here: The layout of this job.
 
     Returns:
         The window; None where none is complete.
@@ -71,7 +74,7 @@ def newest_window(found: Iterable[Generation], in_memory: Collection[SnapshotId]
         ranks = one.topology.world_size
         # By their number: nobody knows how large a number a manifest claims.
         if first != last and sum(rank < ranks for rank in one.manifests) == ranks:
-            windows.setdefault((first, last, described(one.any.facts.topology)), {})[iteration] = one
+            windows.setdefault((first, last, described(one.any.facts.topology, here)), {})[iteration] = one
     whole = {key: at for key, at in windows.items() if _is_whole(range(key[0], key[1] + 1), at)}
     pasts = newest_first((at[key[1]].timeline, key[1]) for key, at in whole.items())
     newest = [key for key, at in whole.items() if at[key[1]].timeline == pasts[0]] if pasts else []
@@ -142,7 +145,7 @@ class ReshardingStore:
         self,
         store: Store,
         live: Callable[[], LiveLayout],
-        layout: Mapping[str, object],
+        layout: Mapping[str, Json],
         rank: int,
         *,
         inexact: bool,
@@ -168,12 +171,12 @@ class ReshardingStore:
     def previous_window(self) -> PreviousWindow | None:
         """The newest sparse window of another layout that could be run again there; None where none could, where
         training draws random numbers and that is not accepted, or where it is run again here."""
-        found = self._found().values()
-        if not found or self._replays or (self._live_layout().draws and not self._inexact):
+        if self._replays:
             return None
         in_memory = frozenset(self._memory.snapshots().sealed if self._memory is not None else ())
         try:
-            return newest_window(found, in_memory)
+            found = [one for one in self._found().values() if not self._draws_others(one)]
+            return newest_window(found, in_memory, self._layout)
         except UnreadableCheckpoint:  # told by whoever lists it
             return None
 
@@ -188,7 +191,7 @@ class ReshardingStore:
                     with self._open_source(generation, snapshot) as reader:
                         copy_of(reader, into)
                 except UnreadableCheckpoint as error:
-                    old = described(generation.any.facts.topology)
+                    old = described(generation.any.facts.topology, self._layout)
                     log.warning("skipped: iteration %d of layout %s: %s", snapshot.iteration, old, error)
                     break  # of no use without this share
 
@@ -254,7 +257,7 @@ class ReshardingStore:
                     try:
                         with place.open(snapshot) as reader:
                             manifest = reader.manifest
-                        if dict(manifest.facts.topology) == self._layout:
+                        if is_same_layout(manifest.facts.topology, self._layout):
                             continue
                         check_foreign(manifest)
                     except UnreadableCheckpoint:
@@ -267,7 +270,7 @@ class ReshardingStore:
         """Whether a snapshot of this very layout lies under the name."""
         try:
             with self._store.open(snapshot) as reader:
-                return dict(reader.manifest.facts.topology) == self._layout
+                return is_same_layout(reader.manifest.facts.topology, self._layout)
         except UnreadableCheckpoint:
             return False
 
@@ -282,9 +285,9 @@ class ReshardingStore:
         return self._store.open(snapshot)
 
     def _assembly(self, generation: Generation) -> Assembly | UnreadableCheckpoint:
-        live, old = self._live_layout(), described(generation.any.facts.topology)
+        live, old = self._live_layout(), described(generation.any.facts.topology, self._layout)
         try:
-            if live.draws and not self._inexact:
+            if self._draws_others(generation):
                 raise UnreadableCheckpoint(
                     f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
                     " --moe-ckpt-reshard inexact to continue with other ones"
@@ -297,9 +300,15 @@ class ReshardingStore:
             why = f"its manifest does not fit: {format_error(error)}; something else made it"
             return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {why}")
 
+    def _draws_others(self, generation: Generation) -> bool:
+        """Whether training would draw other random numbers, and that is not accepted. Raises UnreadableCheckpoint."""
+        live = self._live_layout()
+        return bool(live.draws) and not self._inexact and generation.moves(live)
+
     def _tell(self, iteration: int, generation: Generation) -> None:
         if iteration not in self._told and self._rank == 0:
-            was, now = described(generation.any.facts.topology), described(self._live_layout().facts)
+            then = generation.any.facts.topology
+            was, now = described(then, self._layout), described(self._layout, then)
             place = "" if self._memory is None else f", from {self._memory}"
             log.info("resharding: iteration %d from layout %s to %s%s", iteration, was, now, place)
         self._told.add(iteration)

@@ -18,6 +18,7 @@ import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.lineage import Lineage, newest_first
+from ..policy.resharding import is_same_layout
 from ..ports import Json, Listing, Manifest, MappedStore, Reader, SnapshotId, Store, StoreFailure, Transport
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
@@ -241,7 +242,7 @@ class PreviousLayout:
         waits_s: float,
     ) -> None:
         def is_older(manifest: Manifest) -> bool:
-            return manifest.facts.job == job and dict(manifest.facts.topology) != dict(facts)
+            return manifest.facts.job == job and not is_same_layout(manifest.facts.topology, facts)
 
         self._memory, self._target = memory, 0
         self._surviving = SurvivingMemory(memory, memory.directory, node, is_older, transport, address, waits_s)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
@@ -45,7 +46,7 @@ from ..storage.system import local_cpus
 from ..strategies import Job, Strategy
 from ..types import OperatorId, Topology
 from ..types.operators import scaled
-from .opening import open_memories, parallel_layout
+from .opening import open_memories
 from .process_info import ProcessInfo, drop_memory, memory_folder, node_memory
 
 
@@ -139,6 +140,13 @@ class LiveState:
         """Of all of it, by the keys of its records."""
         return {one.key: one.record.dtype for one in self.live.tensors}
 
+    def buckets(self, transport: Transport) -> str:
+        """A digest of which elements of parameters each rank steps; a collective."""
+        keys = sorted(one.key for one in self.live.tensors if one.field == "master")
+        # Of so many bits that 64 hold the sum over all ranks.
+        (total,) = transport.total([xxh3_64_intdigest(f"{self._rank}: {keys}".encode()) >> 24])
+        return f"{total % (1 << 32):08x}"
+
     def execution(self) -> Execution:
         """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""
         chunks, optimizer = self._training.chunks, self._training.optimizer
@@ -223,10 +231,11 @@ class RankMemory:
         self.room, self._refusals = partial(node_memory(config, place, here).room, control), 0
         self._memories: Mapping[str, MemoryStore] = {}
 
-    def open(self) -> None:
+    def open(self, layout: Mapping[str, Json]) -> None:
         """Take the memory; a collective. Local recovery needs pipeline stages, and a strategy that replays.
 
         Where the node has too little the strategy asks for less. Raises UsageError where it cannot, or must not.
+        layout: of this job.
         """
         # Room, sizes and what strategies give up are the same on all ranks, which so make as many turns: each has
         # collectives.
@@ -239,7 +248,6 @@ class RankMemory:
                 if self._rank == 0:
                     log.info("memory: %s of %s per node (%d ranks)", scaled(taken * room.ranks), room, room.ranks)
                 try:
-                    layout = parallel_layout(self._topology, self._config.shard)
                     near = self._state.near_cpus
                     memories = open_memories(self._config, self._place, sizes, self._control, near, layout)
                     break

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import ANY_JOB, MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
+from ..policy.resharding import BUCKETS, is_same_layout
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, merged, raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, of_local_rank, own_endpoint
@@ -243,7 +244,7 @@ def open_memories(
     opened: dict[str, MemoryStore] = {}
 
     def is_foreign(manifest: Manifest) -> bool:
-        return layout is not None and dict(manifest.facts.topology) != dict(layout)
+        return layout is not None and not is_same_layout(manifest.facts.topology, layout)
 
     def open_all() -> None:
         for area, sizes in segment_bytes.items():
@@ -262,15 +263,16 @@ def open_memories(
     return opened
 
 
-def parallel_layout(topology: Topology, shard: str) -> dict[str, Any]:
+def parallel_layout(topology: Topology, shard: str, buckets: str) -> dict[str, Any]:
     """The parallel layout that a snapshot is made in, and who stores what in it; nodes do not matter.
 
     Args:
         topology: Of the job.
         shard: As `--moe-ckpt-shard` has it.
+        buckets: Digest of what each rank steps.
     """
     names = ("world_size", "tp", "pp", "vpp", "cp", "ep")
-    layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp}
+    layout = {name: getattr(topology, name) for name in names} | {"etp": topology.expert_tp, BUCKETS: buckets}
     # Only where it is not the default, as snapshots of before do not say it.
     layout |= {"instances": topology.instances} if topology.instances > 1 else {}
     return layout if shard == "none" else layout | {"shard": shard}

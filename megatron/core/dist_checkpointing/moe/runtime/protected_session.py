@@ -172,13 +172,14 @@ class ProtectedSession(Session):
         return self._together(self.state.execution) if self.strategy.replays else None
 
     def _open_memory(self) -> None:
-        config, state, layout = self.config, self.state, parallel_layout(self.topology, self.config.shard)
+        config, state = self.config, self.state
+        layout = parallel_layout(self.topology, config.shard, state.buckets(self.control))
         self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, state.layout))
         self._together(lambda: wait_for_agent(slot_of(config, self.place), config.persist_agent_s))
         places = config, self.place, self.job, self.strategy, state, self.training
         self.memory = RankMemory(*places, self.control, self.owners, self._clock)
         self.held.callback(lambda: self.memory.close(began=self._began))
-        self.memory.open()
+        self.memory.open(layout)
         self.survivor = self.memory.survivor
         if self.survivor is not None:
             self.parks, self.communicator = True, self.survivor.communicator
