@@ -16,7 +16,7 @@ from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure, UsageError
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import release
 from megatron.core.dist_checkpointing.moe.replay.patches import graphs_off
-from megatron.core.dist_checkpointing.moe.stock.dense import StockSaves
+from megatron.core.dist_checkpointing.moe.stock.dense import StockSaves, _refuse_others
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS, Call, installed
 
@@ -303,6 +303,25 @@ def test_what_the_loop_does_once_after_its_start_is_done_where_all_ranks_train_t
     assert replayed.index("rejoin") < replayed.index("first") < replayed.index("timeout")
     plain = train(arguments(train_iters=5, **once), Manager([])).split()
     assert plain.index("first") < plain.index("timeout")
+
+
+@pytest.mark.parametrize(
+    ("flag", "ranks", "refused"),
+    [
+        ("context_parallel_size", 1, True),
+        ("ddp_bucket_size", 2, True),
+        ("overlap_grad_reduce", 2, True),
+        ("overlap_grad_reduce", 1, False),
+    ],
+)
+def test_state_of_few_bits_loads_where_ranks_have_the_shards_that_they_saved(
+    flag: str, ranks: int, refused: bool
+) -> None:
+    args = SimpleNamespace(load="there", data_parallel_size=ranks, context_parallel_size=1, overlap_grad_reduce=1)
+    saved = SimpleNamespace(**vars(args) | {flag: 2})
+    said = pytest.raises(UsageError, match=f"but {flag} was 2 and is .*; train with the same")
+    with said if refused else contextlib.nullcontext():
+        _refuse_others(saved, args)
 
 
 def test_without_a_strategy_nothing_is_called() -> None:

@@ -195,7 +195,7 @@ class Generation:
         wanted = [one for one in wanted if one.record.operator and one.serves(parts[one.record.operator])]
         stored, dtypes = self._stored(old, {one.key.tensor for one in wanted})
         if any(dtypes.get(one.key.tensor, one.record.dtype) != one.record.dtype for one in wanted):
-            # By these a restore refuses it, so it is shown, without what is stored for other dtypes only.
+            # By these a restore refuses it, so it is shown, without tensors that are stored in other dtypes only.
             wanted = [one for one in wanted if one.key.tensor in stored]
         reads = {one.record.key: _reads(one, live, stored.get(one.key.tensor, ()), moves) for one in wanted}
         random, facts = self._trainer(live, old, parts, moves)

@@ -200,11 +200,16 @@ def _iteration_in(folder: str) -> int:
 _TYPE = "distrib_optim_sharding_type"
 _FIXED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "context_parallel_size"),
     *("use_precision_aware_optimizer", "bf16", "fp16", "main_params_dtype", "fp8_main_params", "exp_avg_dtype"),
     *("exp_avg_sq_dtype", "fp8", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", "fp4_param_gather"),
 )
 """Arguments under which alone such state loads: to cast it, or to cut it elsewhere, gives it other scales."""
+_BUCKETS = (
+    *("num_distributed_optimizer_instances", "overlap_grad_reduce", "ddp_num_buckets", "ddp_bucket_size"),
+    *("ddp_pad_buckets_for_high_nccl_busbw", "overlap_param_gather_with_optimizer_step"),
+)
+"""Where data-parallel ranks share parameters, these decide where they are cut."""
 
 
 def saves_raw(args: Any, optimizer: Any) -> bool:
@@ -291,7 +296,8 @@ def _silent_modules(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _refuse_others(saved: Any, args: Any) -> None:
-    for name in _FIXED:
+    shares = args.data_parallel_size * args.context_parallel_size > 1
+    for name in _FIXED + _BUCKETS * shares:
         before, now = getattr(saved, name, None), getattr(args, name, None)
         if before != now:
             raise UsageError(
