@@ -110,3 +110,19 @@ def test_ranks_learn_the_layers_of_each_stage_and_the_tokens_of_all(group: Threa
 def test_without_counts_no_tokens_are_added_up(group: ThreadGroup) -> None:
     works = [group.of_rank(lambda: live_experts([shape(4, None)], [0], None))] * 4  # type: ignore[arg-type,list-item]
     assert {str(one.tokens) for one in on_ranks(*works)} == {"{}"}
+
+
+class Ahead:
+    """A router of a layer that predicts a further token."""
+
+    is_mtp_layer = True
+
+
+def test_experts_of_layers_that_predict_further_tokens_are_in_no_rotation(
+    group: ThreadGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints name them apart from the decoder's, so each holds all of them."""
+    monkeypatch.setattr(saving, "layers_of_routers", lambda layers: {**dict(enumerate(layers)), Ahead(): 4})
+    works = [group.of_rank(lambda: live_experts([shape(2, None)], [3], {3: (1, 1), 4: (5, 5)}))] * 2  # type: ignore[arg-type,list-item]
+    for found in on_ranks(*works):
+        assert (found.stages, found.tokens) == (((3,), ()), {3: (2, 2)})

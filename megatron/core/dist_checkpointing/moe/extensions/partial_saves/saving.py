@@ -170,7 +170,9 @@ def live_experts(
         (shard.global_shape[entry.axes - 1], shard.global_shape[0] if entry.axes == 2 else 0)
         for entry, shard in entries(generated)
     }
-    layers = sorted(set(layers_of_routers(chunks).values()))
+    # Core names experts of layers that predict further tokens apart: every checkpoint holds all of them.
+    of_routers = layers_of_routers(chunks).items()
+    layers = sorted({layer for router, layer in of_routers if not getattr(router, "is_mtp_layer", False)})
     most, least = [0, 0], [_ANY, _ANY]
     if shapes:
         most, least = ([*map(of, zip(*shapes, strict=True))] for of in (max, min))
