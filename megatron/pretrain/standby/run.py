@@ -52,6 +52,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     options = parse_options(argv)
     refuse_what_cannot_start(options)
+    meet_at_own_store(options)
     # A fresh store for each start of ranks: one shared over restarts still holds the addresses of dead ranks.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if options.rdzv_backend == "c10d":
@@ -151,6 +152,14 @@ def _add_newer_options(parser: argparse.ArgumentParser) -> None:
     for option, name in (("shutdown-timeout", _NOT_THERE), ("signals-to-handle", "moe_ckpt_signals")):
         with suppress(argparse.ArgumentError):  # torch has it
             parser.add_argument(f"--{option}", f"--{option.replace('-', '_')}", dest=name, help=argparse.SUPPRESS)
+
+
+def meet_at_own_store(options: argparse.Namespace) -> None:
+    """Settle where the only node of a job meets itself, as torchrun would, which replaces `--rdzv-id` too: each start
+    would be another job."""
+    is_alone = str(options.nnodes) in ("1", "1:1") and options.rdzv_backend == "static"
+    if is_alone and not options.rdzv_endpoint and options.master_port is None:
+        options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
 
 
 def refuse_what_cannot_start(options: argparse.Namespace) -> None:

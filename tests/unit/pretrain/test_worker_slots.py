@@ -33,7 +33,7 @@ from megatron.pretrain import rendezvous
 from megatron.pretrain.standby import process as process_module
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
 from megatron.pretrain.standby.process import SlotProcess, await_word, may_leave_idle_class
-from megatron.pretrain.standby.run import parse_options, refuse_what_cannot_start
+from megatron.pretrain.standby.run import meet_at_own_store, parse_options, refuse_what_cannot_start
 
 Ends = tuple[Channel, socket.socket]
 WAIT_S = 60.0
@@ -204,6 +204,25 @@ def test_a_launch_that_no_rank_could_survive_is_refused_in_one_line(
 @pytest.mark.parametrize("given", [[__file__], ["--module", "nothing"], ["--no-python", "nothing"]])
 def test_modules_and_commands_are_left_to_torchrun(given: list[str]) -> None:
     refuse_what_cannot_start(parse_options(given))
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        ("", "c10d"),
+        ("--nnodes 2", "static"),
+        ("--nnodes 1:2", "static"),
+        ("--master-port 29500", "static"),
+        ("--rdzv-endpoint host:29400", "static"),
+        ("--rdzv-backend etcd", "etcd"),
+    ],
+)
+def test_a_single_node_keeps_the_id_that_it_was_given_for_all_starts(given: str, backend: str) -> None:
+    options = parse_options([*given.split(), "--rdzv-id", "run-12", __file__])
+    endpoint = options.rdzv_endpoint
+    meet_at_own_store(options)
+    assert (options.rdzv_backend, options.rdzv_id) == (backend, "run-12")
+    assert options.rdzv_endpoint == ("localhost:0" if backend == "c10d" else endpoint)
 
 
 @pytest.mark.skipif(not may_leave_idle_class(), reason="this user's processes cannot leave the class for idle time")
