@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -30,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR, VERSIO
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
+from megatron.pretrain.standby import agent
 from megatron.pretrain.standby import process as process_module
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
 from megatron.pretrain.standby.process import SlotProcess, await_word, may_leave_idle_class
@@ -119,6 +122,16 @@ def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
     ready = {"version": VERSION, "pid": os.getpid(), "ready": True, "copies": False}
     begun = {"version": VERSION, "will_copy": False}
     assert launcher.receive(1.0) == [begun, ready, {"training": True}]
+
+
+def test_a_standby_has_no_rank_also_where_the_launcher_was_started_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "7"}
+    monkeypatch.setattr(os, "environ", of_rank | {"HOME": "/home"})
+    monkeypatch.setattr(agent, "SlotProcess", SimpleNamespace(started=lambda _, environment, *, idle: environment))
+    group = SimpleNamespace(spec=SimpleNamespace(entrypoint="python", args=[]))
+    launcher = cast(agent.StandbyAgent, SimpleNamespace(_worker_group=group))
+    started = agent.StandbyAgent._started(launcher, {"TORCHELASTIC_RUN_ID": "run-12"}, idle=True)
+    assert started == {"HOME": "/home", "TORCHELASTIC_RUN_ID": "run-12"}
 
 
 def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
