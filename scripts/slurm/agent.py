@@ -28,7 +28,7 @@ from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, verdict_of_ranks
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
 from megatron.pretrain.standby.health_options import HealthOptions
-from megatron.pretrain.standby.run import parse_options
+from megatron.pretrain.standby.run import parse_options, refuse_what_cannot_start
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 
@@ -75,9 +75,14 @@ def _lead(argv: Sequence[str]) -> int:
     """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
+    try:
+        # Torchrun would put a handler of its own in the place of ours once it starts ranks.
+        options = parse_options([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
+        refuse_what_cannot_start(options)
+    except SystemExit:
+        # Where only few nodes refuse, such as one without a label of its unit, the others train.
+        return _reported(_endpoint(argv), 2, of_nodes=int(os.environ.get("MOE_CKPT_SPARES", "0")) + 1)
     register_backend(_Handler)
-    # Torchrun would put a handler of its own in the place of ours once it starts ranks.
-    options = parse_options([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
     with verdict_of_ranks() as verdict:
         try:
             with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
@@ -94,16 +99,16 @@ def _lead(argv: Sequence[str]) -> int:
             # The other nodes may continue.
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
             return 1
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _report(options.rdzv_endpoint, code)
-    return code
+        return _reported(options.rdzv_endpoint, code)
 
 
-def _report(endpoint: str, code: int) -> None:
+def _reported(endpoint: str, code: int, of_nodes: int = 1) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        report(endpoint, code)
+        report(endpoint, code, of_nodes)
     except DistStoreError as error:
         sys.stderr.write(f"{endpoint} does not answer, so how the job has ended is not known there: {error}\n")
+    return code
 
 
 if __name__ == "__main__":

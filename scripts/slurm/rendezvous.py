@@ -35,12 +35,15 @@ def main(port: int, file: Path) -> None:
         signal.pause()
 
 
-def report(endpoint: str, code: int) -> None:
-    """Tell the keeper at HOST:PORT how the job has ended, and wait until it is noted. Raises DistStoreError."""
+def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
+    """Tell the keeper at HOST:PORT how the job has ended, once `of_nodes` say so, and wait until it is noted.
+
+    Raises DistStoreError."""
     host, _, port = endpoint.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
-    store.set(OUTCOME, str(code))
-    store.wait([NOTED])
+    if store.add(f"{OUTCOME}/{code}", 1) >= of_nodes:
+        store.set(OUTCOME, str(code))
+        store.wait([NOTED])
 
 
 if __name__ == "__main__":

@@ -348,6 +348,33 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
     assert says in said
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--moe-ckpt-strikes=3/10min agent.py", "'3/10min': give failures and a time"),
+        ("--moe-ckpt-standbys=two agent.py", "invalid int value: 'two'"),
+        ("--moe-ckpt-unit=slurm agent.py", "Slurm gives no $SLURM_TOPOLOGY_ADDR"),
+        ("nowhere.py", "SCRIPT nowhere.py is no file"),
+    ],
+)
+def test_a_job_cannot_work_once_more_nodes_refuse_their_settings_than_are_spare(
+    given: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(SLURM)
+    monkeypatch.chdir(SLURM)
+    monkeypatch.setenv("MOE_CKPT_SPARES", "1")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    agent, keeper = importlib.import_module("agent"), importlib.import_module("rendezvous")
+    store, found = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
+    store.set(keeper.NOTED, "")
+    for _ in range(2):
+        assert agent._lead(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", *given.split()]) == 2
+        assert says in capsys.readouterr().err
+        found.append(store.check([keeper.OUTCOME]))
+    assert found == [False, True]
+    assert store.get(keeper.OUTCOME) == b"2"
+
+
 @pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
     sourced = f"{tmp_path}/sourced$1-$MOE_CKPT_MIN_RUN_S-$SLURMD_NODENAME"
@@ -418,7 +445,7 @@ def test_only_a_node_that_has_reached_the_meeting_point_says_that_the_batch_scri
     port = store.port if store is not None else free_port()
     agent = subprocess.Popen(
         [sys.executable, "-c", IMPATIENT, "--nnodes=2", "--rdzv-id=job", f"--rdzv-endpoint=localhost:{port}",
-         "--rdzv-conf=is_host=0,join_timeout=300,read_timeout=2", "none.py"],
+         "--rdzv-conf=is_host=0,join_timeout=300,read_timeout=2", __file__],
         env=os.environ | {"MOE_CKPT_NODE": "node-0", "MOE_CKPT_MEMORY": str(tmp_path / "memory")}
         | {"MOE_CKPT_MIN_RUN_S": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
