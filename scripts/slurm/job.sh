@@ -16,7 +16,7 @@
 #   MOE_CKPT_MIN_RUN_S (600)          a run that fails sooner than this would fail again: the job is not requeued
 #   MOE_CKPT_ON_STOP (requeue)        what happens when time is up: requeue, or end, for a chain of jobs
 #   MOE_CKPT_KEEP_MEMORY (0)          1 keeps snapshots in memory until the requeued job starts, for nodes that nobody
-#                                     else gets
+#                                     else gets; not in a chain
 #   MOE_CKPT_TMPFS (/dev/shm)         where each node has the job's folder for snapshots in memory
 #   MOE_CKPT_IMAGE, MOE_CKPT_MOUNTS   container image, and mounts in addition to the repository (A:B,C:D; Pyxis)
 #   MOE_CKPT_PYTHON, MOE_CKPT_SCRIPT  interpreter (default: .venv of the repository, else python3), training script
@@ -54,6 +54,11 @@ run_job() {
         end 2 "MOE_CKPT_ENV_FILE $MOE_CKPT_ENV_FILE cannot be read: it has to be there on all nodes"
     [ -z "$MOE_CKPT_LOG_DIR" ] || [ "$MOE_CKPT_STANDBYS" = 0 ] ||
         end 2 "MOE_CKPT_LOG_DIR and MOE_CKPT_STANDBYS exclude each other: a standby has no rank when it starts to write"
+    [ "$MOE_CKPT_KEEP_MEMORY" != 1 ] || [ "$MOE_CKPT_ON_STOP" = requeue ] ||
+        end 2 "MOE_CKPT_KEEP_MEMORY=1 keeps memory for a requeued job, which jobs of a chain are not: leave it out"
+    # The number of one task is that of its array too: the whole array would be signalled and requeued.
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] ||
+        end 2 "job arrays are not supported: submit each training by an sbatch of its own, without --array"
     [ "$nodes" -ge 1 ] || end 2 "of $SLURM_JOB_NUM_NODES nodes $MOE_CKPT_SPARES are spares, so none can train: raise --nodes"
     # A signal to this shell only: Slurm warns before the end of the job's time, and of preemption where so configured.
     trap 'stopped=soon; say "time is up soon: telling all ranks"; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1
