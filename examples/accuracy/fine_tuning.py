@@ -53,6 +53,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="for the data (default: docs/results)")
     arguments = parser.parse_args()
     scale, before = (TINY, 8) if arguments.tiny else (WHOLE, arguments.pretrain)
+    results = arguments.results or (None if arguments.tiny else RESULTS)
+    if results:
+        results.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before hours of training
     with tempfile.TemporaryDirectory(prefix="fine-tuning-", dir=scratch_disk()) as name:
         folder = Path(name)
         saved = _saved(folder, PRETRAINED, before)
@@ -60,8 +63,8 @@ def main() -> int:
         layout = LAYOUT | {"MOE_CKPT_CORPUS": help_topics(folder)}
         runs = [tuned(name, scale, folder, layout) for name in (BASE, *TUNED)]
     data = asdict(scale) | {"pretrained": before, "seed": SEED, "flags": MODEL, "runs": runs}
-    if arguments.results or not arguments.tiny:
-        (arguments.results or RESULTS).joinpath("fine-tuning.json").write_text(json.dumps(data, indent=1) + "\n")
+    if results:
+        (results / "fine-tuning.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 

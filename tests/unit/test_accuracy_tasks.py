@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "accuracy"))
 
 import campaign  # noqa: E402
+import fine_tuning  # noqa: E402
 import tasks  # noqa: E402
 
 WORDS = [f"word{one}" for one in "abcdefgh"] + [f"longer_{one}" for one in "abcdefgh"]
@@ -69,6 +70,16 @@ def test_an_answer_is_right_if_no_other_text_is_as_likely() -> None:
     assert tasks.right([1.0, 2.0, 3.0])
     assert not tasks.right([1.0, 1.0])
     assert not tasks.right([2.0, 1.0, 3.0])
+
+
+def test_fine_tuning_makes_the_folder_of_its_results_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "new" / "results"
+    monkeypatch.setattr(sys, "argv", ["fine_tuning.py", "--tiny", "--results", str(results)])
+    monkeypatch.setattr(fine_tuning, "train", lambda *_, **__: sys.exit(f"results: {results.is_dir()}"))
+    with pytest.raises(SystemExit, match="results: True"):
+        fine_tuning.main()
 
 
 def run(seed: int, name: str, loss: float, **changes: Any) -> dict[str, Any]:
