@@ -11,8 +11,10 @@ pec=(--moe-ckpt-strategy pec --moe-ckpt-pec-k-snapshot 1 --moe-ckpt-inject-fault
 echo "Pretraining: 40 iterations of source text."
 train pretrained "${model[@]}" --train-iters 40 --save "$folder/pretrained" --save-interval 40
 
-"$python" "$root/tools/preprocess_data.py" --input "$root/docs/*.md" --output-prefix "$folder/docs" --append-eod \
-    >"$folder/preprocess.log" 2>&1
+topics='import json, pydoc_data.topics as of; [print(json.dumps({"text": text})) for text in of.topics.values()]'
+"$python" -c "$topics" >"$folder/docs.jsonl"
+"$python" "$root/tools/preprocess_data.py" --input "$folder/docs.jsonl" --output-prefix "$folder/docs" --append-eod \
+    >"$folder/preprocess.log" 2>&1 || { cat "$folder/preprocess.log" >&2; exit 1; }
 export MOE_CKPT_CORPUS=$folder/docs_text_document
 model+=(--finetune --load "$folder/pretrained" --train-iters 20 --lr 1e-3 --min-lr 1e-4)
 echo "Fine-tuning: 20 iterations of documentation undisturbed, then again with a SIGKILL to rank 1 in iteration 10."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -177,6 +178,23 @@ def test_what_runs_here_is_trained_without_protection_and_then_killed_with_it(ex
         assert (args.moe_ckpt_strategy != "none") == (args in killed)
         # A default folder would be shared with whatever else this user runs.
         assert (args.moe_ckpt_memory_dir is not None) == (args in killed)
+
+
+def test_scripts_name_no_file_of_the_repository_that_the_wheel_lacks() -> None:
+    scripts = [*EXAMPLES.rglob("*.sh"), *(ROOT / "scripts").rglob("*.sh")]
+    named = {name for script in scripts for name in re.findall(r"\$root\"?/([\w.-]+)", script.read_text())}
+    assert named == {"scripts", "examples", "tools", "pretrain_gpt_moe.py", ".venv", ".data", "build"}
+
+
+def test_text_that_cannot_be_read_for_fine_tuning_ends_it_with_the_reason(folder: Path) -> None:
+    failing = folder / "python"
+    failing.write_text('#!/bin/bash\n[[ $1 != */preprocess_data.py ]] || { echo "no text"; exit 2; }\n')
+    failing.chmod(0o755)
+    ended = subprocess.run(
+        [EXAMPLES / "finetune" / "reduced.sh"], capture_output=True, text=True,
+        env=os.environ | {"MOE_CKPT_PYTHON": str(failing), "MOE_CKPT_CORPUS": "/data/corpus"},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (1, "no text\n")
 
 
 @pytest.mark.parametrize("script", ["examples/gpt-moe/train.sh", "scripts/train_cpu.sh"])
