@@ -102,6 +102,8 @@ _DROPPED = {
     "--moe-ckpt-persist-dir": 1,
     "--moe-ckpt-take-over": 1,
     "--moe-ckpt-replicas": 1,
+    "--moe-ckpt-replicate": 1,
+    "--moe-ckpt-strict": 0,
     "--moe-ckpt-inject-fault": 1,
 }
 
