@@ -166,8 +166,8 @@ def snapshot_at(place: str) -> tuple[str, SnapshotId]:
 
 
 def is_unsealed(torn: Torn) -> bool:
-    """Whether a torn snapshot was never sealed, by its name; else it was damaged."""
-    return Path(torn.path).name.startswith(UNSEALED)
+    """Whether a torn snapshot was never sealed, by its mark or its name; else it was damaged."""
+    return torn.unsealed or Path(torn.path).name.startswith(UNSEALED)
 
 
 def _time_s(about: Mapping[str, Any]) -> float | None:

@@ -90,7 +90,7 @@ class StorageLocation(CheckpointLocation):
         # A job that runs frees what it does not need any more.
         there = {*now.sealed, *(torn.snapshot for torn in now.torn)}
         checked = {snapshot: result for snapshot, result in results.items() if snapshot in there}
-        unsealed = [torn for torn in now.torn if torn.unsealed or is_unsealed(torn)]
+        unsealed = [torn for torn in now.torn if is_unsealed(torn)]
         findings = [Finding(torn.path, torn.why) for torn in now.torn if torn not in unsealed]
         findings += [*_misnamed(self.persist_dir), *(finding for _, _, found in checked.values() for finding in found)]
         snapshots = [stored for stored, _, _ in checked.values() if stored is not None]

@@ -232,7 +232,8 @@ def _torn_item(
     """What is no sealed snapshot; `unjudged` says why it may be sound all the same, if it may."""
     nbytes = persist_dir.disk_bytes(torn.path)
     if is_unsealed(torn):
-        remove = partial(shutil.rmtree, torn.path)
+        # A folder under a name that no snapshot has; in an object store the name is the snapshot's.
+        remove = partial(persist_dir.store.free, torn.snapshot) if torn.unsealed else partial(shutil.rmtree, torn.path)
         item, stays = GcItem(f"{torn.snapshot}, never sealed", nbytes, NEVER_COMPLETED, remove), ""
     else:
         item = GcItem(f"{torn.snapshot}, damaged", nbytes, torn.why, partial(persist_dir.store.free, torn.snapshot))
