@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_publishing_an_iteration_again_replaces_it(directory: CheckpointDirector
     directory.place(3)
     assert (directory.folder(3) / "content").read_text() == "new"
     assert sorted(path.name for path in directory.root.iterdir()) == ["iter_0000003", TRACKER]
+
+
+def test_where_publishing_an_iteration_again_fails_it_is_there_as_it_was(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(directory, 3)
+    staging, rename = directory.stage(3), os.rename
+
+    def fails(source: Path, target: Path) -> None:
+        if source == staging:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        directory.place(3)
+    assert directory.iterations() == [3]
+    directory.stage(6)
+    assert (directory.folder(3) / "content").read_text() == "3"
 
 
 def test_staging_sweeps_what_a_killed_save_left_behind(directory: CheckpointDirectory) -> None:

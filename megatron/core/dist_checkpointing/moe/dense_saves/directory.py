@@ -67,9 +67,14 @@ class CheckpointDirectory:
         staging, final = self.staging(iteration), self.folder(iteration)
         replaced = self.root / f".iter_{iteration:07d}.removing"
         sync_directory(staging)
-        if final.exists():
+        if is_there := final.exists():
             final.rename(replaced)
-        os.rename(staging, final)
+        try:
+            os.rename(staging, final)
+        except OSError:
+            if is_there:
+                replaced.rename(final)
+            raise
         sync_directory(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
 
