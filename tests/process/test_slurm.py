@@ -338,7 +338,10 @@ def test_a_job_of_spares_only_is_refused_with_what_to_change(play: Play) -> None
             {"MOE_CKPT_LOG_DIR": "logs", "MOE_CKPT_STANDBYS": "2"},
             "MOE_CKPT_LOG_DIR and MOE_CKPT_STANDBYS exclude each other",
         ),
-        ({"MOE_CKPT_ON_STOP": "end", "MOE_CKPT_KEEP_MEMORY": "1"}, "MOE_CKPT_KEEP_MEMORY=1 keeps memory for a requeued"),
+        (
+            {"MOE_CKPT_ON_STOP": "end", "MOE_CKPT_KEEP_MEMORY": "1"},
+            "MOE_CKPT_KEEP_MEMORY=1 keeps memory for a requeued",
+        ),
         ({"SLURM_ARRAY_JOB_ID": "1"}, "submit each training by an sbatch of its own, without --array"),
     ],
 )
