@@ -541,6 +541,39 @@ def test_the_stand_ins_refuse_options_that_they_do_not_play(tmp_path: Path) -> N
     assert "unrecognized option '--no-kil'" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--nodes=5  # four and a spare", {"nodes": "5"}),
+        ("--nodes=5 --job-name='run 12' --exclusive", {"nodes": "5", "job-name": "run 12", "exclusive": ""}),
+        ("--nodes 5", "unrecognized option '--nodes', or not given as --name=value"),
+        ("-N 5", "unrecognized option '-N', or not given as --name=value"),
+        ("--exclusive 5 --nodes=5", "'5' is no option: give --name=value"),
+    ],
+)
+def test_options_in_a_job_file_are_read_or_refused(
+    line: str, found: dict[str, str] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(STAND_INS)
+    cluster = importlib.import_module("cluster")
+    job = tmp_path / "job.sbatch"
+    job.write_text(f"#!/bin/bash\n#SBATCH --mem=0\n#SBATCH {line}\necho ran\n#SBATCH --time=1\n")
+    if isinstance(found, dict):
+        assert cluster.directives(job) == {"mem": "0"} | found
+    else:
+        with pytest.raises(cluster.SubmissionRefused, match=re.escape(found)):
+            cluster.directives(job)
+
+
+def test_a_job_that_asks_for_no_nodes_gets_one(tmp_path: Path) -> None:
+    job = tmp_path / "job.sbatch"
+    job.write_text("#!/bin/bash\necho ran on $SLURM_JOB_NUM_NODES\n")
+    command = [str(ROOT / "scripts/slurm/dry_run.sh"), "--folder", str(tmp_path / "run"), "--", "sbatch", str(job)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "ran on 1\n" in ended.stdout
+
+
 def test_a_dry_run_says_which_options_it_leaves_out_and_refuses_nodes_that_are_not_there(tmp_path: Path) -> None:
     job = tmp_path / "job.sbatch"
     job.write_text("#!/bin/bash\necho ran\n")

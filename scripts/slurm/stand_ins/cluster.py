@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -90,15 +91,19 @@ def options(command: str, arguments: list[str]) -> tuple[dict[str, str], list[st
             sys.stderr.write(f"{command}: not played: {argument}\n")
             continue
         if name not in (VALUED if equals else PLAIN).get(command, set()):
-            raise SubmissionRefused(f"unrecognized option '{argument}'")
+            raise SubmissionRefused(f"unrecognized option '{argument}', or not given as --name=value")
         found[name] = value
     return found, []
 
 
 def directives(script: Path) -> dict[str, str]:
-    """The options in the `#SBATCH` lines before the first command."""
+    """The options in the `#SBATCH` lines before the first command. Raises SubmissionRefused for what is none."""
     head = re.match(r"(?:#.*\n|\s*\n)*", script.read_text())
-    return options("sbatch", re.findall(r"^#SBATCH (\S+)$", head.group() if head else "", re.MULTILINE))[0]
+    lines = re.findall(r"^#SBATCH[ \t]+(.*)$", head.group() if head else "", re.MULTILINE)
+    found, rest = options("sbatch", [word for line in lines for word in shlex.split(line, comments=True)])
+    if rest:
+        raise SubmissionRefused(f"'{rest[0]}' is no option: give --name=value")
+    return found
 
 
 def processes(**environment: str) -> Iterator[tuple[int, Mapping[str, str]]]:

@@ -27,7 +27,7 @@ def sbatch(given: dict[str, str], rest: list[str]) -> int:
     job = cluster.SlurmJob(cluster.folder() / "jobs" / str(number))
     job.folder.mkdir(parents=True)
     shutil.copy(rest[0], job.folder / "slurm_script")
-    options = cluster.directives(job.folder / "slurm_script") | given
+    options = {"nodes": "1"} | cluster.directives(job.folder / "slurm_script") | given
     job.update(
         state="PENDING",
         restarts=0,
