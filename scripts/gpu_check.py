@@ -233,7 +233,7 @@ def asked() -> dict[str, Any]:
 def check(machine: dict[str, Any], rehearsed: bool) -> None:
     """Refuse a machine on which no part can run."""
     if "torch" not in machine:
-        raise UnusableMachine(f"{machine['error']}; give PYTHON= the interpreter that has it")
+        raise UnusableMachine(f"{machine['error']}; set MOE_CKPT_PYTHON to an interpreter that has it")
     if tuple(int(part) for part in machine["torch"].split("+")[0].split(".")[:2]) < (2, 6):
         raise UnusableMachine(f"torch {machine['torch']} is not supported (expected 2.6 and newer)")
     if machine["missing"]:

@@ -30,6 +30,7 @@ flags=(--device cuda --bf16 --use-distributed-optimizer --overlap-grad-reduce --
        --async-save --use-persistent-ckpt-worker --save-retain-interval 5000 "${fusion[@]}"
        --moe-ckpt-persist-dir "$SAVE/snapshots" --metrics-jsonl "$SAVE/metrics.jsonl" "${flags[@]}" "$@")
 
+export MOE_CKPT_MAX_RESTARTS="${MOE_CKPT_MAX_RESTARTS:-${MAX_RESTARTS:-20}}"
 if [ -z "${HEAD:-}" ]; then
     cd "$root" || exit
     # In a container (MOE_CKPT_IMAGE) a job sees only what is mounted, and keeps only what it writes there.
@@ -47,5 +48,5 @@ export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 export MOE_CKPT_PATIENCE_S=120
 python=${MOE_CKPT_PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 exec "$python" -m megatron.pretrain.standby.run --nnodes "$nodes" --nproc-per-node 8 \
-    --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
+    --max-restarts "$MOE_CKPT_MAX_RESTARTS" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" --rdzv-backend c10d --rdzv-id "${JOB:-$name}" \
     --rdzv-endpoint "$HEAD:29500" "$root/pretrain_gpt_moe.py" "${flags[@]}"

@@ -168,6 +168,22 @@ def test_slurm_gets_the_same_job_and_one_node_more_as_a_spare(example: str, fold
     assert argv[script + 1 :] == job.flags
 
 
+@pytest.mark.parametrize(
+    ("given", "restarts"),
+    [({}, "20"), ({"MAX_RESTARTS": "3"}, "3"), ({"MAX_RESTARTS": "3", "MOE_CKPT_MAX_RESTARTS": "4"}, "4")],
+)
+def test_ranks_are_restarted_as_often_as_it_is_said_with_slurm_and_without(
+    given: dict[str, str], restarts: str, folder: Path
+) -> None:
+    (folder / "sbatch").write_text("#!/bin/bash\necho $MOE_CKPT_MAX_RESTARTS\n")
+    (folder / "sbatch").chmod(0o755)
+    script, path = EXAMPLES / "gpt-moe" / "train.sh", {"PATH": f"{folder}:{os.environ['PATH']}"}
+    environment = os.environ | SETTINGS | given
+    slurms = subprocess.run([script], env=environment | path, check=True, capture_output=True, text=True)
+    (argv,) = calls_of(script, "python", folder, **SETTINGS, **given, HEAD="first-node")
+    assert [slurms.stdout.strip(), argv[argv.index("--max-restarts") + 1]] == [restarts] * 2
+
+
 @pytest.mark.parametrize("example", REDUCED)
 def test_what_runs_here_is_trained_without_protection_and_then_killed_with_it(example: str, folder: Path) -> None:
     jobs = reduced(example, folder)
