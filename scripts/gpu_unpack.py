@@ -40,7 +40,8 @@ def unpack(pack: Path, site: Path) -> bool:
             archive.extractall(folder, [one for one in members if one is not about], filter="data")
             archive.extract(about, folder, filter="data")  # last: what was cut off is unpacked again
     except ImportError as error:
-        raise UnusablePack(f"{sys.executable} cannot read {pack.name} ({error}): set MOE_CKPT_PYTHON to one with lzma") from error
+        advice = f"{sys.executable} cannot read {pack.name} ({error}): set MOE_CKPT_PYTHON to one with lzma"
+        raise UnusablePack(advice) from error
     except (tarfile.TarError, EOFError, OSError, StopIteration, ValueError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise UnusablePack(f"damaged {pack} ({why}): run `make gpu-bundle` again") from error
