@@ -378,6 +378,25 @@ def test_random_draws_are_refused_unless_accepted(folder: Path) -> None:
         assert reader.read("n[0:4]/master").nbytes == 16
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_output_weights_that_core_leaves_idle_on_several_stages_are_those_of_the_embedding(
+    tied: bool, tmp_path: Path
+) -> None:
+    """With tied embeddings and layers that predict further tokens: a job of one stage has no such tensor."""
+    for rank in range(OLD.world_size):
+        cut = {key.replace("w/", "embedding.word_embeddings.weight/"): value for key, value in share(rank).items()}
+        put(FilesystemStore(tmp_path, rank), rank, cut)
+    key, grid = f"output_layer.weight[0:{SMALL.numel}]/master", {"output_layer.weight": SMALL}
+    record = Field(key, "float32", (SMALL.numel,), Part.MASTER, OPERATOR)
+    live = live_of(0, tensors=(LiveTensor(record, RecordKey.parse(key), False),), grids=grid, tied=tied)
+    store = view(tmp_path, live=live)
+    if not tied:
+        assert "output_layer.weight/master is in none of the snapshots" in refusal(store)
+        return
+    with store.open(SnapshotId(4, 0)) as reader:
+        assert [*np.frombuffer(reader.read(key), np.float32)] == [*WHOLE.reshape(-1)]
+
+
 def in_buckets(topology: Topology, buckets: str) -> dict[str, Any]:
     return facts_of(topology) | {"buckets": buckets}
 

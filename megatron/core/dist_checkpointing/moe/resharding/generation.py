@@ -111,6 +111,7 @@ class LiveLayout:
         grids: Of parameters.
         trainer: What the trainer state of this rank says, as it is before anything is restored.
         draws: What draws random numbers in training, for people; empty if nothing does.
+        tied: Whether the output reads the weights of the embedding.
     """
 
     rank: int
@@ -120,6 +121,7 @@ class LiveLayout:
     grids: Mapping[str, Grid] = field(repr=False)
     trainer: Mapping[str, Json] = field(repr=False)
     draws: str = ""
+    tied: bool = False
 
     def grid(self, tensor: LiveTensor) -> Grid:
         """Of the whole tensor of which this is a shard."""
@@ -193,7 +195,12 @@ class Generation:
         parts = self._parts()
         wanted = [one for one in live.tensors if one.record.operator in parts]
         wanted = [one for one in wanted if one.record.operator and one.serves(parts[one.record.operator])]
-        stored, dtypes = self._stored(old, {one.key.tensor for one in wanted})
+        tensors = {one.key.tensor for one in wanted}
+        stored, dtypes = self._stored(old, tensors | set(map(_tied, tensors)))
+        for tensor in tensors - stored.keys() if live.tied else ():
+            # Beside layers that predict further tokens core keeps it on several stages only, idle: any values serve.
+            if (embedding := _tied(tensor)) in stored:
+                stored[tensor], dtypes[tensor] = stored[embedding], dtypes[embedding]
         if any(dtypes.get(one.key.tensor, one.record.dtype) != one.record.dtype for one in wanted):
             # By these a restore refuses it, so it is shown, without tensors that are stored in other dtypes only.
             wanted = [one for one in wanted if one.key.tensor in stored]
@@ -223,9 +230,7 @@ class Generation:
         held = (row for manifest in self.manifests.values() for row in _scalars(manifest).operators)
         return {OperatorId(layer, OperatorKind(kind), expert): Part(part) for layer, kind, expert, part in held}
 
-    def _stored(
-        self, old: Topology, tensors: Collection[str]
-    ) -> tuple[Mapping[str, list[StoredRange]], Mapping[str, str]]:
+    def _stored(self, old: Topology, tensors: Collection[str]) -> tuple[dict[str, list[StoredRange]], dict[str, str]]:
         """All records of these tensors, and the dtype of each."""
         found, dtypes = dict[str, list[StoredRange]](), dict[str, str]()
         for rank, manifest in self.manifests.items():
@@ -323,6 +328,10 @@ def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange], 
     if key.own_of is not None and not moves:
         stored = [one for one in stored if one.rank == live.rank]
     return (ReadPlan(one_value(key.tensor, stored, live.rank), (ElementRun(0, 0, numel),)),)
+
+
+def _tied(tensor: str) -> str:
+    return tensor.replace("output_layer.weight/", "embedding.word_embeddings.weight/")
 
 
 def _whole(record: Record, rank: int) -> ReadPlan:

@@ -27,6 +27,7 @@ from ..megatron_state.megatron import (
     stepped_parameters,
     unchanging_operators,
 )
+from ..megatron_state.module_tree import ties_embeddings
 from ..megatron_state.optimizer_state import allocate_optimizer_state
 from ..megatron_state.partitions import check_complete, random_draws, tensor_grids
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
@@ -133,8 +134,9 @@ class LiveState:
         chunks, topology = self._training.chunks, self._topology
         tensors = [LiveTensor(one.record, RecordKey.parse(one.key), one.in_forward) for one in self._stored]
         scalars = self._training.trainer.scalars()
-        draws = random_draws(unwrap_model(chunks[0]).config)
-        return LiveLayout(self._rank, topology, facts, tuple(tensors), tensor_grids(chunks, topology), scalars, draws)
+        model, grids = unwrap_model(chunks[0]), tensor_grids(chunks, topology)
+        draws, tied = random_draws(model.config), ties_embeddings(model)
+        return LiveLayout(self._rank, topology, facts, tuple(tensors), grids, scalars, draws, tied)
 
     def dtypes(self) -> Mapping[str, str]:
         """Of all of it, by the keys of its records."""
