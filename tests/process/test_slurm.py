@@ -363,17 +363,18 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
     ],
 )
 def test_a_job_cannot_work_once_more_nodes_refuse_their_settings_than_are_spare(
-    given: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(SLURM)
     monkeypatch.chdir(SLURM)
-    monkeypatch.setenv("MOE_CKPT_SPARES", "1")
+    own = {"MOE_CKPT_SPARES": "1", "MOE_CKPT_NODE": "node-0", "MOE_CKPT_MEMORY": str(tmp_path / "memory")}
+    monkeypatch.setattr(os, "environ", os.environ | own)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     agent, keeper = importlib.import_module("agent"), importlib.import_module("rendezvous")
     store, found = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
     store.set(keeper.NOTED, "")
     for _ in range(2):
-        assert agent._lead(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", *given.split()]) == 2
+        assert agent.main(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", *given.split()]) == 2
         assert says in capsys.readouterr().err
         found.append(store.check([keeper.OUTCOME]))
     assert found == [False, True]

@@ -20,11 +20,6 @@ from megatron.pretrain.standby.process import COPY_S, SlotProcess, await_word, l
 
 log = logging.getLogger(__name__)
 
-OF_RANKS = frozenset(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE"
-    " MASTER_ADDR MASTER_PORT".split()
-)
-"""Environment variables that only a process with a rank has."""
 POLL_S = 0.01
 KILL_TIMEOUT_S = 30.0
 """How long the end of a killed process may take: a driver may have to give pages of a device back."""
@@ -206,9 +201,7 @@ class StandbyAgent(NodeAgent):
         """A new process, with the slot that this environment tells of, or a standby."""
         spec = self._worker_group.spec
         assert isinstance(spec.entrypoint, str), "the launcher starts a command"
-        # A launcher may have been given a rank, by `export RANK=0` or an operator; with it a standby would not wait.
-        own = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-        return SlotProcess.started([spec.entrypoint, *spec.args], {**own, **environment}, idle=idle)
+        return SlotProcess.started([spec.entrypoint, *spec.args], {**os.environ, **environment}, idle=idle)
 
     def _standby(self) -> tuple[SlotProcess, str]:
         """One for a slot, and what it is: a copy where one of those that wait can be copied, which then waits on."""

@@ -18,6 +18,12 @@ import psutil
 
 from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR, LAUNCHER_VERSION, VERSION, Channel, Message
 
+OF_RANKS = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE"
+    " MASTER_ADDR MASTER_PORT".split()
+)
+"""Environment variables of ranks. A launcher may have been given some, by `export RANK=0` or an operator of Kubernetes:
+standbys that inherited them would not wait."""
 COPY_S = 5.0
 """How long a standby may take to copy itself, which takes it some hundredths of a second."""
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
@@ -54,9 +60,11 @@ class SlotProcess:
         Args:
             command: The training script and its arguments.
             environment: All variables of the process.
-            idle: Run only where nothing else wants to, until it has a slot; as ever where the system would not undo
-                that.
+            idle: As a standby: without a rank, and only where nothing else wants to run, until it has a slot; as ever
+                where the system would not undo that.
         """
+        if idle:
+            environment = {name: value for name, value in environment.items() if name not in OF_RANKS}
         here, there = socket.socketpair()
         with there:
             own = {DESCRIPTOR: str(there.fileno()), LAUNCHER_VERSION: str(VERSION)}

@@ -15,8 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import psutil
 import pytest
@@ -32,7 +30,6 @@ from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR, VERSIO
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
-from megatron.pretrain.standby import agent
 from megatron.pretrain.standby import process as process_module
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
 from megatron.pretrain.standby.process import SlotProcess, await_word, may_leave_idle_class
@@ -122,16 +119,6 @@ def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
     ready = {"version": VERSION, "pid": os.getpid(), "ready": True, "copies": False}
     begun = {"version": VERSION, "will_copy": False}
     assert launcher.receive(1.0) == [begun, ready, {"training": True}]
-
-
-def test_a_standby_has_no_rank_also_where_the_launcher_was_started_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "7"}
-    monkeypatch.setattr(os, "environ", of_rank | {"HOME": "/home"})
-    monkeypatch.setattr(agent, "SlotProcess", SimpleNamespace(started=lambda _, environment, *, idle: environment))
-    group = SimpleNamespace(spec=SimpleNamespace(entrypoint="python", args=[]))
-    launcher = cast(agent.StandbyAgent, SimpleNamespace(_worker_group=group))
-    started = agent.StandbyAgent._started(launcher, {"TORCHELASTIC_RUN_ID": "run-12"}, idle=True)
-    assert started == {"HOME": "/home", "TORCHELASTIC_RUN_ID": "run-12"}
 
 
 def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +236,17 @@ def test_a_standby_runs_where_nothing_else_wants_to_until_it_has_a_slot() -> Non
         standby.end(signal.SIGKILL)
         assert standby.wait(WAIT_S)
     assert standby.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_standby_has_no_rank_also_where_its_launcher_was_given_one(idle: bool, tmp_path: Path) -> None:
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "7"}
+    command = ["sh", "-c", f"env > '{tmp_path}/found'"]
+    process = SlotProcess.started(command, os.environ | given, idle=idle)
+    process.hurry()
+    assert process.wait(WAIT_S)
+    found = {line.partition("=")[0] for line in (tmp_path / "found").read_text().splitlines()}
+    assert found & given.keys() == (set() if idle else given.keys())
 
 
 @pytest.mark.parametrize("does", ["time.sleep(60)", "sys.exit()"])
