@@ -146,3 +146,17 @@ def test_indexer_losses_of_an_iteration_that_is_run_again_are_not_reported() -> 
     assert tracker["values"].tolist() == [0.0, 0.0]
     training.drop_auxiliary_losses()
     assert not tracker
+
+
+def test_states_are_saved_from_where_core_gathers_them_without_the_padding_between_buckets() -> None:
+    buckets = [
+        SimpleNamespace(grad_data=torch.empty(size), numel_unpadded=used) for size, used in ((8, 6), (8, 8), (8, 5))
+    ]
+    places = {"a": (0, 4, 0), "b": (4, 6, 0), "c": (8, 16, 1), "d": (16, 21, 2)}
+    buffer = SimpleNamespace(buckets=buckets, param_index_map=places)
+    chained = SimpleNamespace(chained_optimizers=[SimpleNamespace(buffers=[buffer]), SimpleNamespace()])
+    with training.saving_without_padding(chained):
+        assert buffer.param_index_map == {"a": (0, 4, 0), "b": (4, 6, 0), "c": (6, 14, 1), "d": (14, 19, 2)}
+    assert buffer.param_index_map is places
+    with training.saving_without_padding(None):
+        pass

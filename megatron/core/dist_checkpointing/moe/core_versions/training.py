@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -61,6 +62,25 @@ def drop_auxiliary_losses() -> None:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         destroy_moe_metrics_tracker()
+
+
+@contextlib.contextmanager
+def saving_without_padding(optimizer: Any) -> Iterator[None]:
+    """A block in which core saves `fully_reshardable` state of the distributed optimizer as it is.
+
+    It gathers buffers without the padding between buckets, but (up to 0.19.2) takes each parameter from its place in a
+    buffer that has it: behind the first padding it saved the state of neighbours.
+    """
+    with contextlib.ExitStack() as stack:
+        for member in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+            for buffer in getattr(member, "buffers", ()):
+                before = [
+                    *accumulate((one.grad_data.numel() - one.numel_unpadded for one in buffer.buckets), initial=0)
+                ]
+                places = buffer.param_index_map.items()
+                moved = {of: (start - before[at], end - before[at], at) for of, (start, end, at) in places}
+                stack.enter_context(replaced(buffer, param_index_map=moved))
+        yield
 
 
 def _of_iteration() -> list[str]:

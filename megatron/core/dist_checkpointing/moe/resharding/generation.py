@@ -198,7 +198,7 @@ class Generation:
         tensors = {one.key.tensor for one in wanted}
         stored, dtypes = self._stored(old, tensors | set(map(_tied, tensors)))
         for tensor in tensors - stored.keys() if live.tied else ():
-            # With layers that predict further tokens core keeps it idle, and on several stages only: any values serve.
+            # With layers that predict further tokens core keeps it on several stages only, idle: any values serve.
             if (embedding := _tied(tensor)) in stored:
                 stored[tensor], dtypes[tensor] = stored[embedding], dtypes[embedding]
         if any(dtypes.get(one.key.tensor, one.record.dtype) != one.record.dtype for one in wanted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from xxhash import xxh3_64_intdigest
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
@@ -146,8 +146,8 @@ class LiveState:
         """A digest of which elements of parameters each rank steps; a collective."""
         keys = sorted(one.key for one in self.live.tensors if one.field == "master")
         # Of so many bits that 64 hold the sum over all ranks.
-        (total,) = transport.total([xxh3_64_intdigest(f"{self._rank}: {keys}".encode()) >> 24])
-        return f"{total % (1 << 32):08x}"
+        own = hashlib.sha256(f"{self._rank}: {keys}".encode()).digest()[:5]
+        return f"{transport.total([int.from_bytes(own)])[0] % (1 << 32):08x}"
 
     def execution(self) -> Execution:
         """With what operators are frozen in a replay. Raises UsageError for models that cannot be."""

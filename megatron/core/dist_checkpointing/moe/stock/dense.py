@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.utils import unwrap_model
 from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
 
-from ..core_versions.training import replaced
+from ..core_versions.training import replaced, saving_without_padding
 from ..dense_saves.choosing import has_chain, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
@@ -102,6 +102,10 @@ class StockSaves:
             self._is_raw = False
 
     def _save_whole(self, call: Call) -> Any:
+        with saving_without_padding(call["optimizer"]):
+            return self._save_published(call)
+
+    def _save_published(self, call: Call) -> Any:
         root = None if call["release"] or not self._protects else self._root(transient=call["non_persistent_ckpt"])
         if root is None:
             return call.go_on()
