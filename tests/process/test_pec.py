@@ -106,34 +106,39 @@ def _recovery(start: int, planned: dict[str, Any], table: Outcome) -> Recovery:
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens per layer that one recovery lost, and all that the state lacks with which training continued after it."""
+    """Tokens per layer that one recovery lost, and by fault what the state lacks with which training continued."""
 
     lost: tuple[int, ...]
-    so_far: int
+    lacks: tuple[int, ...]
+
+    @property
+    def so_far(self) -> int:
+        return sum(self.lacks)
 
 
 def recount(kills: Kills) -> list[Cost]:
     """What each recovery cost, from nothing but the logged counts and how old the copies were.
 
-    `held` has, by iteration, the tokens whose updates the live experts have, and `so_far` what earlier faults took from
+    `held` has, by iteration, the tokens whose updates the live experts have, and `lacks` what earlier faults took from
     them; `was` has both as they were after each iteration. Going back takes up what was at the target, and so leaves
     out faults whose outcome training gave up; it drops what came after the target for all, and what came after its own
     copy for each expert; only the latter is lost, the former comes again.
     """
     held: Held = {(layer, index): {} for layer in range(LAYERS) for index in range(EXPERTS)}
-    so_far, was, found, waiting = 0, {0: (held, 0)}, list[Cost](), list(kills.recoveries)
+    lacks: tuple[int, ...] = ()
+    was, found, waiting = {0: (held, lacks)}, list[Cost](), list(kills.recoveries)
     for at, report in enumerate(kills.reports):
         if waiting and at == waiting[0].fault:
             recovery = waiting.pop(0)
             assert recovery.target in was, "the log ends too early to recount"
-            before, so_far = was[recovery.target]
+            before, lacks = was[recovery.target]
             held = {one: upto(before[one], copied) for one, copied in recovery.restored.items()}
             lost = tuple(_tokens(before, layer) - _tokens(held, layer) for layer in range(LAYERS))
-            so_far += sum(lost)
-            found.append(Cost(lost, so_far))
+            lacks += (sum(lost),)
+            found.append(Cost(lost, lacks))
         for iteration, rows in (report["expert_tokens"] or {}).items():
             held = {(layer, index): {**held[layer, index], int(iteration): rows[layer][index]} for layer, index in held}
-            was[int(iteration)] = held, so_far
+            was[int(iteration)] = held, lacks
     return found
 
 
@@ -307,7 +312,7 @@ def test_inspect_says_of_the_storage_what_all_faults_have_cost(
     found = json.loads(capsys.readouterr().out)
     costs, shares = recount(kills), ("plt_moc", "plt_pec", "mlt")
     assert found["lost_tokens_of_all_faults"] == costs[-1].so_far
-    assert [sum(cost.lost) for cost in costs] == [row["lost_tokens"] for row in found["lost_tokens"]]
+    assert list(costs[-1].lacks) == [row["lost_tokens"] for row in found["lost_tokens"]]
     share = float(plt(WEIGHTS_ONLY, costs[-1]))
     assert [found[name] for name in shares] == pytest.approx([share, share, LAYERS * share])
     last = kills.reports[-1]["lost_tokens"]
