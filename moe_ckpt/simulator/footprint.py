@@ -28,7 +28,7 @@ def node_bytes(setting: SystemSetting, system: CheckpointSystem, behaviour: Beha
     if system.name in ("none", "torch_dist"):
         return 0
     if system.name in ("torch_dist_async", "checkfreq"):
-        return _on_a_node(setting.job, setting.upload_s * setting.cluster.storage_bytes_per_s)
+        return _on_a_node(setting.job, setting.model_bytes)
     config = MoECheckpointConfig(replicas=_replicas(setting, system), **_flags(setting, system, behaviour))
     training = setting.job
     job = strategy_job(training.shape, training.topology, training.precision, config, tokens=training.tokens)

@@ -76,7 +76,7 @@ def _lead(argv: Sequence[str]) -> int:
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
 
     try:
-        # Torchrun would put a handler of its own in the place of ours once it starts ranks.
+        # Without SIGTERM among them: torchrun would replace our handler once it starts ranks.
         options = parse_options([f"--rdzv-backend={BACKEND}", "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
         refuse_what_cannot_start(options)
     except SystemExit:

@@ -138,7 +138,7 @@ def test_an_own_snapshot_is_read_where_it_was_written_and_nobody_may_write_to_it
 
 
 class User:
-    """What a copy engine is told of segments: where those are that it knows."""
+    """A copy engine that records the addresses of the segments that it was given."""
 
     def __init__(self) -> None:
         self.known: set[int] = set()

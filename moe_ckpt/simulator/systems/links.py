@@ -107,13 +107,12 @@ class SystemSetting:
     @property
     def dense_bytes(self) -> float:
         """Of the busiest rank in a dense checkpoint: compute weights and the optimizer's state."""
-        return self.job.busiest_rank_parameters * self.job.precision.bytes_per_parameter(Part.EVERYTHING)
+        return self.job.busiest_rank_parameters * self._everything
 
     @property
     def copied_parameter_bytes(self) -> int:
         """Of one parameter, what copies in memory have."""
-        precision = self.job.precision
-        return precision.bytes_per_parameter(Part.EVERYTHING) if self.constants.copies_weights else precision.full_bytes
+        return self._everything if self.constants.copies_weights else self.job.precision.full_bytes
 
     @property
     def whole_bytes(self) -> float:
@@ -126,10 +125,14 @@ class SystemSetting:
         return self.whole_bytes / self.fetch_bytes_per_s
 
     @property
+    def model_bytes(self) -> float:
+        """A dense checkpoint of the whole model."""
+        return self.job.shape.total_parameters * self._everything
+
+    @property
     def upload_s(self) -> float:
-        """A dense checkpoint of the whole model on its way to storage, or back."""
-        parameters, precision = self.job.shape.total_parameters, self.job.precision
-        return parameters * precision.bytes_per_parameter(Part.EVERYTHING) / self.cluster.storage_bytes_per_s
+        """That on its way to storage, or back."""
+        return self.model_bytes / self.cluster.storage_bytes_per_s
 
     @property
     def upload_iterations(self) -> int:
@@ -201,6 +204,10 @@ class SystemSetting:
         """Mean seconds of that, with the iteration that is cut off."""
         again = self.persist_interval / 2 + self.persist_iterations
         return self.restart(self.persist_s, 0, again * self.iteration_s, from_storage=True).total_s
+
+    @property
+    def _everything(self) -> int:
+        return self.job.precision.bytes_per_parameter(Part.EVERYTHING)
 
 
 def since(iteration: int, interval: int, latency: int) -> int:

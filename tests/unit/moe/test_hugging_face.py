@@ -432,14 +432,18 @@ def test_what_a_family_does_not_compute_is_refused_by_name() -> None:
         assert written_config(arguments | {"moe_router_load_balancing_type": balancing}, 30, "bfloat16")
 
 
+def places_with(folder: Path, extra: str, like: str) -> None:
+    """Where the tensors of a model go, of which a checkpoint has one more, a copy of another."""
+    convert("--from", "hf", folder, folder.parent / "in")
+    checkpoint = open_dense(folder.parent / "in")
+    checkpoint.tensors[extra] = checkpoint.tensors[like]
+    places(checkpoint, read_model(read_config(folder)).weights())
+
+
 def test_a_bias_of_routers_that_no_family_has_is_refused_by_name(tmp_path: Path) -> None:
-    folder = folder_of("mixtral", tmp_path / "folder")
-    convert("--from", "hf", folder, tmp_path / "in")
-    checkpoint = open_dense(tmp_path / "in")
     bias = "decoder.layers.mlp.router.qb_beta"
-    checkpoint.tensors[bias] = checkpoint.tensors["decoder.layers.mlp.router.weight"]
     with pytest.raises(UsageError, match=f"has, and no such model has, {bias}"):
-        places(checkpoint, read_model(read_config(folder)).weights())
+        places_with(folder_of("mixtral", tmp_path / "folder"), bias, "decoder.layers.mlp.router.weight")
 
 
 @pytest.mark.parametrize(("step", "dense"), [(2, [1]), (3, [1])])
@@ -534,12 +538,9 @@ def test_scales_of_latent_attention_that_transformers_would_ignore_are_those_it_
 
 def test_a_second_norm_before_the_queries_is_refused_with_its_reason(tmp_path: Path) -> None:
     folder = folder_of("deepseek_v2", tmp_path / "folder", first_k_dense_replace=0, **LITE)
-    convert("--from", "hf", folder, tmp_path / "in")
-    checkpoint = open_dense(tmp_path / "in")
     norm = "decoder.layers.self_attention.linear_q_proj.layer_norm_weight"
-    checkpoint.tensors[norm] = checkpoint.tensors["decoder.layers.input_layernorm.weight"]
     with pytest.raises(UsageError, match=f"{norm}, a second norm before the queries, as Megatron-Core 0.19 has"):
-        places(checkpoint, read_model(read_config(folder)).weights())
+        places_with(folder, norm, "decoder.layers.input_layernorm.weight")
 
 
 def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arguments_that_differ(

@@ -242,7 +242,7 @@ def test_slower_replicas_call_for_a_window_once_and_not_for_ever_longer_ones() -
 
 
 def test_passes_of_which_nobody_knows_how_long_they_took_do_not_count() -> None:
-    """As long as the device of some rank has come to the end of none, all ranks hear of 0 seconds."""
+    """All ranks get 0 seconds until the device of each has finished an iteration."""
     budget = Budget()
     for seconds in (0.0, 0.0, 9.0, 0.0, 1.0, 1.0, 0.0):
         budget = budget.throughput_measured(Throughput(seconds, 1000.0))
