@@ -125,7 +125,8 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         beats, self._gap_s = self._look(ranks, now_s), gap_s
         hung = judge(beats, now_s, self._hygiene.hang_s)
         if not hung.pids:
-            self._printed.clear()
+            if now_s - self._woke_s > self._hygiene.hang_s:  # before, none counts as hung, also of those named above
+                self._printed.clear()
             self._tell_long_starts(ranks, beats, now_s)
             return
         self._print_stacks(ranks, beats, hung)

@@ -476,6 +476,22 @@ def test_a_launcher_that_always_looks_rarely_ends_a_rank_that_does_not_run(
     assert rank.process.wait(60.0) == -signal.SIGKILL
 
 
+def test_a_node_that_was_suspended_says_once_who_hangs(
+    watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, later_s = watched("heartbeat.own_heartbeat().moved()"), [0.0]
+
+    def suspended_once(printing_s: float) -> None:
+        later_s[0] = max(later_s[0], 3 * rank.HANG_S)
+        time.sleep(printing_s)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0], sleep=suspended_once)
+    monkeypatch.setattr(health_agent, "time", clock)
+    rank.process.send_signal(signal.SIGSTOP)
+    assert rank.watch(60.0) == -signal.SIGKILL
+    assert sum("stopped, it does not answer) has trained no" in one for one in caplog.messages) == 1, caplog.messages
+
+
 def test_a_rank_that_runs_again_while_stacks_are_printed_is_not_killed(
     watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
