@@ -137,6 +137,12 @@ class Job:
         found = map(json.loads, (self.folder / "reports").read_text().splitlines())
         return [report for report in found if "lm_loss" in report]
 
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """The seconds of each, by part, and what came from where."""
+        found = map(json.loads, (self.folder / "reports").read_text().splitlines())
+        return [line["recovery"] for line in found if "recovery" in line]
+
     def losses(self) -> dict[int, tuple[float, float]]:
         """Of each iteration, as it ran last, the loss and the norm of the gradients."""
         return {report["iteration"]: (report["lm_loss"], report["grad_norm"]) for report in self.reports}

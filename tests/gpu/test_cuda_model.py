@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import signal
 import statistics
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +30,12 @@ SETTLED = 6
 """Iterations from this one on count: kernels are loaded, pages are locked."""
 ENOUGH = 0.6
 """Copies that take this share of the passes, or less, have to cost nothing."""
-EVERY = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1")
+EVERY = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1", "--moe-ckpt-copy-rate", "auto")
 ALTERNATE = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
 """Iterations with a copy and without take turns, which makes pairs of one job."""
+STRUCK = 11
+"""The iteration in whose passes a job is killed."""
+STOCK = ("--save-interval", "4", "--ckpt-format", "torch_dist")
 
 
 def median(reports: list[dict[str, Any]], name: str) -> float | None:
@@ -51,42 +59,107 @@ def link() -> float:
     return pinned_bytes_per_s(source, torch.empty_like(source, device="cpu", pin_memory=not REHEARSED))
 
 
-@pytest.mark.takes(90)
+def between_s(reports: list[dict[str, Any]]) -> list[float]:
+    """From each report but the first, the seconds since the one before it: all that an iteration takes, saves too."""
+    return [one["since_boot_s"] - before["since_boot_s"] for before, one in itertools.pairwise(reports)]
+
+
+@dataclass
+class Comparison:
+    """Jobs with checkpoints beside the one without."""
+
+    plain: Job
+    link: float
+    folder: Path
+    memory: Path
+    record: Record
+
+    def cost(self, name: str, flags: tuple[str, ...]) -> None:
+        """Keeps the figures of a job, and fails if it stood for copies that have room in its passes."""
+        job = Job(self.folder / "job", self.memory, self.plain.data, (*self.plain.flags, *flags))
+        assert job.run("--moe-ckpt-memory-dir", str(self.memory)) == 0, job.last
+        alone, beside = (one.reports[SETTLED:] for one in (self.plain, job))
+        figures = {name: median(beside, name) for name in ("iteration_time_s", "passes_s", "stall_s", "slowed_s")}
+        nbytes, plain_s = max(report["snapshot_bytes"] for report in beside), median(alone, "iteration_time_s")
+        self.record(
+            f"model: {name}",
+            **figures,
+            plain_s=plain_s,
+            plain_between_s=between_s(self.plain.reports),
+            between_s=between_s(job.reports),
+            by_iteration=[(report["iteration"], report.get("passes_s"), report["stall_s"]) for report in job.reports],
+            snapshot_bytes=nbytes,
+            link_per_s=self.link,
+        )
+        assert plain_s is not None and figures["stall_s"] is not None
+        if not REHEARSED and nbytes / self.link < ENOUGH * (figures["passes_s"] or 0.0):
+            assert figures["stall_s"] < 0.05 * plain_s
+
+
+@pytest.fixture
+def comparison(plain: Job, link: float, tmp_path: Path, shm: Path, record: Record) -> Comparison:
+    return Comparison(plain, link, tmp_path, shm, record)
+
+
+@pytest.mark.takes(60)
 @pytest.mark.parametrize(
-    ("flags", "variables"),
+    "flags",
     [
-        pytest.param((*EVERY, "--moe-ckpt-copy-rate", "auto"), {}, id="every iteration, auto"),
-        pytest.param((*ALTERNATE, "--moe-ckpt-copy-rate", "max"), {}, id="every second, max"),
-        pytest.param((*ALTERNATE, "--moe-ckpt-copy-rate", "10"), {}, id="every second, 10 GB/s"),
+        pytest.param(EVERY, id="every iteration, auto"),
         pytest.param(
-            (*EVERY, "--moe-ckpt-copy-rate", "auto"), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="one hardware queue"
+            "--moe-ckpt-strategy sparse --moe-ckpt-window 4 --moe-ckpt-replay-tolerance 0.1".split(), id="window of 4"
         ),
-        pytest.param(("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "4"), {}, id="window of 4"),
     ],
 )
 def test_a_checkpoint_costs_next_to_nothing_where_its_copy_fits_into_the_passes(
+    flags: tuple[str, ...], comparison: Comparison, request: pytest.FixtureRequest
+) -> None:
+    comparison.cost(request.node.callspec.id, tuple(flags))
+
+
+@pytest.mark.takes(90)
+def test_a_killed_job_of_this_size_runs_one_more_iteration_again_at_most(
+    plain: Job, tmp_path: Path, shm: Path, record: Record
+) -> None:
+    fault = ("--moe-ckpt-inject-fault", f"0@{STRUCK}:forward-backward")
+    job = Job(tmp_path / "job", shm, plain.data, (*plain.flags, *EVERY, "--moe-ckpt-memory-dir", str(shm), *fault))
+    assert job.run() == -signal.SIGKILL, job.last
+    begun_s = time.monotonic()
+    assert job.run() == 0, job.last
+    started_s = time.monotonic() - begun_s
+    expected, found = ([one.losses()[at][0] for at in (STRUCK, STRUCK + 1)] for one in (plain, job))
+    record("model: killed", recoveries=job.recoveries, start_to_end_s=started_s, losses=[expected, found])
+    assert re.search(rf"recovered iteration ({STRUCK - 2}|{STRUCK - 1})\b", job.said[-1]), job.last
+    assert found == pytest.approx(expected, rel=1e-2), "kernels need not repeat bits"
+
+
+@pytest.mark.takes(90)
+@pytest.mark.parametrize("how", ["async", "sync"])
+def test_what_checkpoints_of_megatron_core_cost_this_model(
+    how: str, plain: Job, tmp_path: Path, shm: Path, record: Record
+) -> None:
+    more = ("--async-save",) if how == "async" else ()
+    job = Job(tmp_path / "job", shm, plain.data, (*plain.flags, *STOCK, *more, "--save", str(shm / "checkpoints")))
+    assert job.run() == 0, job.last
+    record(f"model: torch_dist {how}, every fourth", between_s=between_s(job.reports))
+
+
+@pytest.mark.takes(60)
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        pytest.param((*ALTERNATE, "--moe-ckpt-copy-rate", "max"), {}, id="every second, max"),
+        pytest.param((*ALTERNATE, "--moe-ckpt-copy-rate", "10"), {}, id="every second, 10 GB/s"),
+        pytest.param(EVERY, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="one hardware queue"),
+    ],
+)
+def test_copies_hardly_slow_passes_at_any_rate_and_with_one_queue(
     flags: tuple[str, ...],
     variables: Mapping[str, str],
-    plain: Job,
-    link: float,
-    tmp_path: Path,
-    shm: Path,
-    record: Record,
+    comparison: Comparison,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setitem(os.environ, name, value)
-    replays = "sparse" in flags
-    model = (*plain.flags, *(("--moe-ckpt-replay-tolerance", "0.1") if replays else ()))
-    job = Job(tmp_path / "job", shm, plain.data, (*model, *flags, "--moe-ckpt-memory-dir", str(shm)))
-    assert job.run() == 0, job.last
-    alone, beside = (one.reports[SETTLED:] for one in (plain, job))
-    figures = {name: median(beside, name) for name in ("iteration_time_s", "passes_s", "stall_s", "slowed_s")}
-    passes_s = [(report["iteration"], report.get("passes_s")) for report in beside]
-    plain_s = median(alone, "iteration_time_s")
-    record(f"model: {request.node.callspec.id}", plain_s=plain_s, **figures, by_iteration=passes_s)
-    assert plain_s is not None and figures["stall_s"] is not None
-    copied_s = max(report["snapshot_bytes"] for report in beside) / link
-    if not REHEARSED and copied_s < ENOUGH * (figures["passes_s"] or 0.0):
-        assert figures["stall_s"] < 0.05 * plain_s
+    comparison.cost(request.node.callspec.id, flags)
