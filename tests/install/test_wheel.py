@@ -164,6 +164,7 @@ def test_python_starts_with_nothing_of_ours_and_with_the_finder_where_that_is_as
     assert installed.run("python", "-m", "moe_ckpt_finder").returncode == 2
 
 
+@pytest.mark.ci
 def test_the_alias_is_found_behind_a_source_tree_without_a_hook(installed: Environment, megatron_tree: Path) -> None:
     program = (
         f"import sys, moe_ckpt.core.config, {ENGINE}.config; from moe_ckpt.core import MoECheckpointConfig, errors;"

@@ -112,6 +112,7 @@ print(json.dumps(pages))
 """In one process, which imports torch once."""
 
 
+@pytest.mark.ci
 def test_what_was_kept_makes_the_pages_that_are_there() -> None:
     command = [sys.executable, "-W", "ignore", "-c", REPORTS, str(ROOT / "benchmarks"), *PAGES]
     pages = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout)

@@ -302,6 +302,7 @@ def fake_job(tmp_path: Path, script: str, **plan: Any) -> DrillJob:
     return DrillJob(JobPlan("job", command, {}, **plan), tmp_path / "job", tmp_path / "memory", lambda text: None)
 
 
+@pytest.mark.ci
 def test_a_job_that_gets_nowhere_is_ended_and_what_was_waited_for_is_told(tmp_path: Path) -> None:
     with fake_job(tmp_path, SLEEPER, patience_s=2.0) as job:
         with pytest.raises(DrillFailure, match="made no progress for 2 s while waiting for its first iteration"):
@@ -319,6 +320,7 @@ def test_a_job_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
         job.run()
 
 
+@pytest.mark.ci
 def test_the_time_of_a_job_is_that_between_its_first_and_its_last_report(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"

@@ -195,6 +195,7 @@ def test_it():
     assert (tmp_path / "log.txt").read_text().count("1 passed") == 2
 
 
+@pytest.mark.ci
 def test_what_the_budget_does_not_suffice_for_is_cut_off_and_figures_stay(check: Check) -> None:
     slow = f"{FIGURE}\ndef test_slow():\n    import time\n    time.sleep(60)\n"
     lines = check(8.0, slow=slow, never=FIGURE)

@@ -25,7 +25,7 @@ def test_every_module_that_makes_a_figure_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in FIGURES]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else pytest.mark.ci) for name in FIGURES]
 )
 def test_the_page_is_what_the_script_writes(name: str) -> None:
     page, found = FIGURES[name].page, figure_of(name)

@@ -75,6 +75,7 @@ def test_the_composition_of_a_checkpoint_is_that_of_figure_2() -> None:
         assert ours == pytest.approx(given, abs=0.005)
 
 
+@pytest.mark.ci
 def test_everything_that_the_text_says_of_figure_13_holds() -> None:
     assert [text for text, holds in moc_fig13.statements().items() if not holds] == []
 

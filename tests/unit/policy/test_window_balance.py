@@ -69,7 +69,7 @@ WHOLE = {name: shape for name, shape in PRESETS.items() if "Llama" not in name a
 """Models without an operator that outweighs the others: a dense layer, or an output layer of its own in a small one."""
 
 
-@pytest.mark.parametrize("ordering", ["popularity", "layer-order"])
+@pytest.mark.parametrize("ordering", ["popularity", pytest.param("layer-order", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE)
 def test_whole_models_are_spread_evenly_in_windows_no_larger_than_the_papers(shape: ModelShape, ordering: str) -> None:
     source = random.Random(shape.name)

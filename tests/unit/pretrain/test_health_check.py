@@ -412,6 +412,7 @@ def test_a_rank_that_is_stopped_before_its_first_iteration_is_named_and_ended(
     assert ("; it was last in start_reading" in said) == bool(what), "it cannot say where it is now"
 
 
+@pytest.mark.ci
 def test_a_rank_that_reads_for_ever_before_its_first_iteration_is_told_of_first_and_ended_at_last(
     watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +477,7 @@ def test_a_launcher_that_always_looks_rarely_ends_a_rank_that_does_not_run(
     assert rank.process.wait(60.0) == -signal.SIGKILL
 
 
+@pytest.mark.ci
 def test_a_node_that_was_suspended_says_once_who_hangs(
     watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
