@@ -1,6 +1,7 @@
 """The loop of `train.py`, protected at every iteration: `diff train.py protected.py` shows what was added."""
 
 import logging
+import os
 import sys
 
 import torch
@@ -11,7 +12,7 @@ if not torch.cuda.is_available():
     use_cpu()  # before anything of Megatron-Core: this example also runs where there is no GPU
 
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, MoECheckpointManager
+from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, MoECheckpointManager, set_for_parking
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -22,6 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 ITERATIONS, SAMPLES, TOKENS, VOCABULARY = 12, 8, 32, 64
 
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    set_for_parking("nccl")
 torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -1,5 +1,7 @@
 """A loop of one's own over Megatron-Core: a small GPT with experts learns to count; how to start it is in README.md."""
 
+import os
+
 import torch
 
 if not torch.cuda.is_available():
@@ -18,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 ITERATIONS, SAMPLES, TOKENS, VOCABULARY = 12, 8, 32, 64
 
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 tensor_parallel.model_parallel_cuda_manual_seed(1)

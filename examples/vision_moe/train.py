@@ -4,6 +4,7 @@ Its modules are Megatron-Core's vision encoder, transformer block and MoE layers
 """
 
 import logging
+import os
 import sys
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ if not torch.cuda.is_available():
     use_cpu()  # before anything of Megatron-Core: this example also runs where there is no GPU
 
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, MoECheckpointManager
+from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, MoECheckpointManager, set_for_parking
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
@@ -104,6 +105,9 @@ def train_step(model, optimizer, scheduler, manager, iteration):
 
 
 def main(argv):
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        set_for_parking("nccl")
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1)

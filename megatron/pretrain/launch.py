@@ -32,7 +32,7 @@ from megatron.pretrain.device import wants_engine_on_cpu
 from megatron.pretrain.errors import InvalidInput, PretrainError
 from megatron.pretrain.nodes import NodeRange, Nodes, run_nodes
 from megatron.pretrain.old_flags import refuse_old_flags
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, verdict_of_ranks
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 
@@ -134,6 +134,7 @@ def _run_agent(options: argparse.Namespace) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from megatron.core.dist_checkpointing.moe import set_for_parking
     from megatron.core.dist_checkpointing.moe.standby.slot import end_with_parent
+    from megatron.core.dist_checkpointing.moe.standby.verdict import verdict_of_ranks
 
     if options.nnodes.most > 1:  # else this process is the launcher itself
         end_with_parent(f"{os.environ.get(NODE_NAME)}: the launcher of this node has ended, so it ends too")

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,9 +15,6 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
-"""Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
 
 NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""
@@ -30,29 +26,6 @@ NODE_LEAVES = 75
 def node_name() -> str:
     """Of this node, as the job knows it."""
     return os.environ.get(NODE_NAME) or os.uname().nodename
-
-
-@contextlib.contextmanager
-def verdict_of_ranks() -> Iterator[Callable[[], int]]:
-    """In this block ranks can leave a verdict (`VERDICT_FILE`); gives a function for it, which is 0 where none did."""
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
-        file = Path(folder) / "verdict"
-        os.environ[VERDICT_FILE] = str(file)
-        try:
-            yield lambda: int(file.read_text()) if file.exists() else 0
-        finally:
-            del os.environ[VERDICT_FILE]
-
-
-def forget_verdict() -> None:
-    """Ranks are started again, since others of this launcher have failed: that of the attempt before does not count."""
-    if has_verdict():
-        Path(os.environ[VERDICT_FILE]).unlink()
-
-
-def has_verdict() -> bool:
-    """Whether ranks of this launcher have left an exit code that no restart changes."""
-    return Path(os.environ.get(VERDICT_FILE, "")).is_file()
 
 
 def processes_with(environment: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:

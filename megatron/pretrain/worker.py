@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe import is_lost_peer
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import own_heartbeat
+from megatron.core.dist_checkpointing.moe.standby.verdict import leave_verdict
 from megatron.pretrain.errors import PretrainError, TrainingFailure
 from megatron.pretrain.initialize import Launch
-from megatron.pretrain.processes import VERDICT_FILE
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +36,5 @@ def exit_code_of(error: Exception, launch: Launch) -> int:
 
 
 def final_exit_code(exit_code: int) -> int:
-    """An exit code that no restart can change: handed to our launcher if that started the job.
-
-    torchrun restarts workers that fail, whatever the reason; so they end with 0, and the launcher, which reads the
-    verdict, ends with the code.
-    """
-    verdict = os.environ.get(VERDICT_FILE)
-    if verdict is None:
-        return exit_code
-    Path(verdict).write_text(str(exit_code))
-    return 0
+    """An exit code that no restart can change: handed to our launcher if that started the job."""
+    return 0 if leave_verdict(exit_code) else exit_code

@@ -148,6 +148,37 @@ def test_nodes_of_moe_ckpt_run_recover_at_the_first_restart_with_nothing_set_and
     assert len(re.findall(r"recovered iteration [23] exactly", said)) == 1, said
 
 
+OF_A_USER = """
+from megatron.core.dist_checkpointing.moe import stock
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+def pretrain():
+    print("started", flush=True)
+    {0}
+stock.protected(pretrain)()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("standbys", [[], ["--moe-ckpt-standbys", "1"]], ids=["", "standbys"])
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        pytest.param('raise UsageError("nothing fits")', "nothing fits", id="a refusal"),
+        pytest.param("raise SystemExit(2)", "ended with exit code 2: not restarted", id="argparse"),
+    ],
+)
+def test_what_cannot_work_in_the_script_of_a_user_ends_the_job_in_one_line(
+    ends: str, says: str, standbys: list[str], launch: Launch, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OF_A_USER.format(ends))
+    command = ["-m", "megatron.pretrain.standby.run", *standbys, "--nproc-per-node=1", "--max-restarts=3", str(script)]
+    ended = launch([sys.executable, *command])
+    assert ended.returncode == 2, ended.stderr
+    assert (ended.stdout.count("started"), ended.stderr.count(says)) == (1, 1), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 MEETS = """
 import os, socket
 port = int(os.environ["MASTER_PORT"])

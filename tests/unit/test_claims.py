@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,12 @@ def test_the_rows_of_costs_in_the_readme_are_all_claims() -> None:
     told = [claim["text"] for claim in CLAIMS if claim["page"] == "README.md"]
     assert len(rows) == 10
     assert [row for row in rows if not any(text in row for text in told)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_what_was_measured_is_of_a_commit_that_is_in_the_history(path: Path) -> None:
+    commit = json.loads(path.read_text(encoding="utf-8")).get("machine", {}).get("commit", "HEAD")
+    shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("the history is not here")
+    assert subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT).returncode == 0, commit

@@ -95,12 +95,12 @@ class StandbyAgent(NodeAgent):
         return {slot: process.pid for slot, process in self._slots.items()}
 
     def _invoke_run(self, *arguments: Any, **options: Any) -> RunResult:
-        # Torch's loop would sleep before each look: `_monitor_workers` waits, and notices a lost rank at once.
+        # Torch's loop would sleep before each look: `_seen` waits, and notices a lost rank at once.
         spec = self._worker_group.spec
         self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0
         return super()._invoke_run(*arguments, **options)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _seen(self, worker_group: WorkerGroup) -> RunResult:
         slots = self._slots.values()
         is_ending = any(process.is_silent and process.takes_slots and process.exit_code is None for process in slots)
         await_word(slots, POLL_S if is_ending else self._look_s)

@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError, Store
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.utils.store import barrier
 
+from megatron.core.dist_checkpointing.moe.errors import ranks_named
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER, this_launcher
-from megatron.pretrain.processes import forget_verdict, has_verdict
+from megatron.core.dist_checkpointing.moe.standby.verdict import forget_verdict, has_verdict, leave_verdict
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.standby.meeting import NodeRankAgreement, WorkersStore
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ ATTEMPTS = 10
 
 
 class NodeAgent(LocalElasticAgent):
-    """Torch's, but for two things.
+    """Torch's, but for three things.
 
     Its workers meet in a store that the first node's agent keeps. Torch's (2.14) draws a free port, lets go of it,
     and its first worker listens there seconds later: any connection of the machine may have it by then.
@@ -32,6 +34,8 @@ class NodeAgent(LocalElasticAgent):
     Where ranks left a verdict it ends after `OTHERS_S`, not after 300 s. The rank that leaves first may take along what
     others still meet at. They fail then and come back to the rendezvous, which is closed only when this agent ends:
     until then each would wait for the other.
+
+    A rank that ends with exit code 2, as argparse does, leaves that as a verdict: it would end so at each restart.
     """
 
     _workers: WorkersStore | None = None
@@ -68,6 +72,20 @@ class NodeAgent(LocalElasticAgent):
         for environment in envs.values():  # that workers are about to get
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHER: this_launcher()}
         super()._setup_local_watchdog(envs=envs)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = self._seen(worker_group)
+        refused = [rank for rank, one in (result.failures or {}).items() if one.exitcode == InvalidInput.exit_code]
+        if not refused:
+            return result
+        log.error("%s ended with exit code %d: not restarted", ranks_named(sorted(refused)), InvalidInput.exit_code)
+        leave_verdict(InvalidInput.exit_code)
+        self._stop_workers(worker_group)
+        return RunResult(state=WorkerState.SUCCEEDED)
+
+    def _seen(self, worker_group: WorkerGroup) -> RunResult:
+        """How the ranks of this node stand."""
+        return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         if has_verdict():

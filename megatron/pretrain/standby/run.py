@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from megatron.pretrain.allocation_units import add_unit_flags, export_unit
 from megatron.pretrain.exit_noise import end_at_once_when_interrupted, end_with, outlive_readers
-from megatron.pretrain.processes import NODE_LEAVES, verdict_of_ranks
+from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.standby.health_options import HealthOptions, add_launcher_flags
 from moe_ckpt.megatron_core import refuse_unsupported_versions
 
@@ -45,6 +45,7 @@ def _run(argv: Sequence[str] | None) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
+    from megatron.core.dist_checkpointing.moe.standby.verdict import verdict_of_ranks
     from megatron.pretrain.errors import TrainingFailure
     from megatron.pretrain.rendezvous import BACKEND, reason_of, register_backend
     from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded

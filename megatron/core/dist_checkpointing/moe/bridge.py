@@ -51,6 +51,7 @@ from .manager import MoECheckpointManager
 from .megatron_state.optimizer_state import loading_step_counts
 from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
+from .standby.verdict import permanent_errors_end_the_job
 
 SETTINGS = "MOE_CKPT_FLAGS"
 """Environment variable with `--moe-ckpt-*` flags, for launch scripts whose text is not to be changed."""
@@ -81,6 +82,7 @@ def protected[**Given, Returned](
     Raises:
         UsageError: The settings cannot work with Bridge. From the returned function: the configuration has another
             checkpoint manager, or a feature of `refusals`.
+        SystemExit: In place of an error that would come again at each restart, where `moe-ckpt-run` started the job.
     """
     settings = settings or _settings_from_environment()
     if settings is not None and settings.strategy == "none":
@@ -88,6 +90,7 @@ def protected[**Given, Returned](
     run = None if settings is None else _Run(settings)
 
     @wraps(pretrain)
+    @permanent_errors_end_the_job()
     def protected_pretrain(*given: Given.args, **named: Given.kwargs) -> Returned:
         config: Any = named["config"] if "config" in named else given[0]
         name = f"{BridgeCheckpointManager.__module__}.{BridgeCheckpointManager.__qualname__}"

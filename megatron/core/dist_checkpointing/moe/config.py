@@ -379,7 +379,9 @@ class MoECheckpointConfig:
         choices=("auto", "local", "global"),
     )
     log_expert_tokens: bool = flag(
-        False, "pec and selective: write the tokens routed to each expert to --metrics-jsonl, one iteration late"
+        False,
+        "pec and selective, of pretrain_gpt_moe.py: write the tokens routed to each expert to --metrics-jsonl, one "
+        "iteration late",
     )
     interface: str | None = flag(
         None,

@@ -13,7 +13,12 @@ NAMED_RANKS = 8
 
 
 class MoECheckpointError(Exception):
-    """What went wrong, with the facts, and what to do, on one line."""
+    """What went wrong, with the facts, and what to do, on one line.
+
+    exit_code: With which a job ends for it; None: a restart may help.
+    """
+
+    exit_code: int | None = 2
 
 
 def format_error(error: BaseException) -> str:
@@ -47,6 +52,8 @@ class UsageError(MoECheckpointError):
 class CheckpointFailure(MoECheckpointError):
     """Protection was lost and `--moe-ckpt-strict` says that training must not continue without it."""
 
+    exit_code = 1
+
 
 class UnreadableCheckpoint(MoECheckpointError):
     """A checkpoint that is missing, torn, foreign or damaged."""
@@ -78,17 +85,25 @@ class ReplayDiverged(MoECheckpointError):
     What it was made from is noted, so that the next start of the job takes an older state; nothing was freed.
     """
 
+    exit_code = None
+
 
 class NoExactState(MoECheckpointError):
     """All that is left of the training state leads through a replay that came out otherwise than recorded."""
+
+    exit_code = 1
 
 
 class NewProcessesNeeded(MoECheckpointError):
     """Training can continue only from a checkpoint, or from scratch: in processes that begin again, on all ranks."""
 
+    exit_code = None
+
 
 class StoreFailure(MoECheckpointError):
     """A store could not take, show or give up a snapshot now; what it had sealed before is untouched."""
+
+    exit_code = None
 
 
 class NoRoom(StoreFailure):
@@ -97,6 +112,8 @@ class NoRoom(StoreFailure):
 
 class PeerLost(MoECheckpointError):
     """Another rank did not answer in time, or its connection broke; the sentence names it and what was waited for."""
+
+    exit_code = None
 
 
 class PeerSilent(PeerLost):
@@ -110,3 +127,5 @@ class PeerSilent(PeerLost):
 
 class Terminated(MoECheckpointError):
     """The launcher asked this process to end (SIGTERM), as it does with all when one has failed."""
+
+    exit_code = None

@@ -281,7 +281,7 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
-        "`--freeze-experts`",
+        "`--freeze-experts`, of `pretrain_gpt_moe.py`",
         Works(f"{_STOCK}frozen.py::test_frozen_experts_are_copied_once_and_come_back_to_the_bit"),
         Absent("freeze them in a hook of the model provider"),
         Absent("call `requires_grad_(False)` before the optimizer is built"),
@@ -380,7 +380,15 @@ FEATURES: tuple[Feature, ...] = (
         Untested("as in Megatron-LM's loop; `manager.forward_backward` goes around the graph"),
     ),
     Feature(
-        "metrics, `--metrics-*`",
+        "`--moe-ckpt-log-expert-tokens`, of `pretrain_gpt_moe.py`",
+        Works(_RECOUNTED),
+        Refused("writes to --metrics-jsonl of pretrain_gpt_moe.py; leave it out"),
+        Refused("writes to --metrics-jsonl of pretrain_gpt_moe.py: take them from what `after_step` returns"),
+        "log_expert_tokens",
+        (True,),
+    ),
+    Feature(
+        "metrics, `--metrics-*`, of `pretrain_gpt_moe.py`; elsewhere: `report` of `stock.protected`",
         Works(f"{_STOCK}metrics.py::test_a_killed_job_tells_all_sinks_of_its_recovery"),
         Absent("Megatron-Bridge has its own"),
         Untested("`after_step` returns them"),

@@ -20,6 +20,7 @@ from ..core_versions.training import ending_with_their_trainer, results_in_proce
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from ..runtime.peer_links import set_for_parking
+from ..standby.verdict import permanent_errors_end_the_job
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
@@ -47,6 +48,7 @@ def protected[Result](
 
     Raises:
         UsageError: When it is called, before training begins: the loop is not one that is known.
+        SystemExit: In place of an error that would come again at each restart, where `moe-ckpt-run` started the job.
     """
 
     @functools.wraps(pretrain)
@@ -67,7 +69,7 @@ def protected[Result](
         synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
         training = installed(loop, hooks.by_name(), core, is_on=hooks.is_on)
         background = ending_with_their_trainer()
-        with shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
+        with permanent_errors_end_the_job(), shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
             return pretrain(*arguments, **options)
 
     return run

@@ -1,0 +1,72 @@
+"""How training processes tell their launcher that no restart would help."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..errors import MoECheckpointError
+from .heartbeat import own_heartbeat
+
+log = logging.getLogger(__name__)
+
+VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
+"""Environment variable with the file in which a worker leaves an exit code that restarts cannot change."""
+
+
+@contextlib.contextmanager
+def verdict_of_ranks() -> Iterator[Callable[[], int]]:
+    """In this block ranks can leave a verdict (`VERDICT_FILE`); gives a function for it, which is 0 where none did."""
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
+        file = Path(folder) / "verdict"
+        os.environ[VERDICT_FILE] = str(file)
+        try:
+            yield lambda: int(file.read_text()) if file.exists() else 0
+        finally:
+            del os.environ[VERDICT_FILE]
+
+
+def forget_verdict() -> None:
+    """Ranks are started again, since others of this launcher have failed: that of the attempt before does not count."""
+    if has_verdict():
+        Path(os.environ[VERDICT_FILE]).unlink()
+
+
+def has_verdict() -> bool:
+    """Whether ranks of this launcher have left an exit code that no restart changes."""
+    return Path(os.environ.get(VERDICT_FILE, "")).is_file()
+
+
+def leave_verdict(exit_code: int) -> bool:
+    """Leave an exit code to the launcher; False where none waits for it.
+
+    torchrun restarts workers that fail, whatever the reason: behind a verdict they have to end with 0.
+    """
+    verdict = os.environ.get(VERDICT_FILE)
+    if verdict is not None:
+        Path(verdict).write_text(str(exit_code))
+    return verdict is not None
+
+
+@contextlib.contextmanager
+def permanent_errors_end_the_job() -> Iterator[None]:
+    """In this block an error that would come again at each restart ends a process that our launcher has started: with
+    one line on each node, and the exit code that the error has for the launcher. Elsewhere the error passes.
+
+    Raises:
+        SystemExit: In place of such an error.
+    """
+    try:
+        yield
+    except MoECheckpointError as error:
+        if error.exit_code is None or VERDICT_FILE not in os.environ:
+            raise
+        if not has_verdict():
+            log.error("%s", error)
+        leave_verdict(error.exit_code)
+        own_heartbeat().rest(lost_a_peer=False)
+        raise SystemExit(0) from error
