@@ -79,7 +79,7 @@ PARTS = {
     "ranks": CheckPart(
         (("test_nccl_ranks.py -k p2p or reduce", "test_nccl_ranks.py -k all-to-all or flex"),), ("nccl",), 1 << 30
     ),
-    "model": CheckPart(("test_cuda_model.py",), (), 45 << 30),
+    "model": CheckPart(("test_engine.py -k compiled", "test_cuda_model.py"), ("te",), 45 << 30),
     "jobs": CheckPart(
         (
             (

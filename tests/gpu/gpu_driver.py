@@ -8,17 +8,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_check import end
-from gpu_place import BACKEND, DEVICE, REHEARSED, left_s
+from gpu_commands import bounded, ending
+from gpu_place import BACKEND, DEVICE, REHEARSED
 from world import free_port
 
 from megatron.pretrain.preprocess import PreprocessRequest, preprocess
@@ -70,34 +68,6 @@ def corpus(folder: Path) -> str:
 def alone() -> dict[str, str]:
     """Where the only rank of a job meets itself, which a launcher would say."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-
-
-def bounded(
-    command: Sequence[str], most_s: float, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command, no longer than the budget lasts; what was printed is kept if it is killed for that.
-
-    Args:
-        command: With its arguments.
-        most_s: Longest time without a budget.
-        environment: Of this process if not given.
-    """
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, errors="replace"
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=max(1.0, min(most_s, left_s())))
-        except subprocess.TimeoutExpired:
-            end(process)
-            out, err = process.communicate()
-            err += f"killed: it took longer than {most_s:g} s, or than the budget"
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def ending(done: subprocess.CompletedProcess[str]) -> str:
-    """The last of what a command printed, for failure messages."""
-    lines = [line for text in (done.stdout, done.stderr) for line in text.splitlines()[-40:]]
-    return f"exit code {done.returncode}\n" + "\n".join(lines)
 
 
 @dataclass

@@ -54,9 +54,3 @@ def pinned_bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
     """Of a copy between a device and memory that torch has page-locked, the second one."""
     copies_s = [seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(3)]
     return float(source.numel() / min(copies_s[1:]))
-
-
-def left_s() -> float:
-    """Of the budget of this run; with none, a day."""
-    until = os.environ.get("MOE_CKPT_GPU_UNTIL_S")
-    return float(until) - time.monotonic() if until else 86400.0

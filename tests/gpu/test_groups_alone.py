@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_driver import bounded, ending
+from gpu_commands import bounded, ending
 from gpu_place import needs_cuda, needs_device
 
 pytestmark = needs_device

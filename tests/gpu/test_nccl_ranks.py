@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_driver import DETERMINISTIC, LOCAL, SMALL, TIMEOUT_S, bounded, corpus, ending, unfit_nccl
+from gpu_commands import bounded, ending
+from gpu_driver import DETERMINISTIC, LOCAL, SMALL, TIMEOUT_S, corpus, unfit_nccl
 from gpu_place import REHEARSED, needs_device
 
 pytestmark = needs_device

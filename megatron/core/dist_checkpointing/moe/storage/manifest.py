@@ -60,7 +60,12 @@ def checksum(data: Buffer) -> str:
 
     Nothing is copied and the GIL is released.
     """
-    return xxh3_128_hexdigest(data) if _Job.secret is None else signed(_Job.secret, data)
+    if _Job.secret is not None:
+        return signed(_Job.secret, data)
+    digest = xxh3_128()
+    digest.update(data)  # before 4.0 xxhash holds the GIL in functions of one call, such as `xxh3_128_hexdigest`
+    digits: str = digest.hexdigest()
+    return digits
 
 
 def is_keyed() -> bool:
