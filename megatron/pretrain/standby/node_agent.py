@@ -81,7 +81,7 @@ class NodeAgent(LocalElasticAgent):
         log.error("%s ended with exit code %d: not restarted", ranks_named(sorted(refused)), InvalidInput.exit_code)
         leave_verdict(InvalidInput.exit_code)
         self._stop_workers(worker_group)
-        return RunResult(state=WorkerState.SUCCEEDED)
+        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
 
     def _seen(self, worker_group: WorkerGroup) -> RunResult:
         """How the ranks of this node stand."""

@@ -69,7 +69,16 @@ def protected[Result](
         synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
         training = installed(loop, hooks.by_name(), core, is_on=hooks.is_on)
         background = ending_with_their_trainer()
-        with permanent_errors_end_the_job(), shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
+        with (
+            permanent_errors_end_the_job(),
+            shipped_helpers(),
+            synchronous,
+            background,
+            hooks,
+            survivors.building(),
+            training,
+            saving,
+        ):
             return pretrain(*arguments, **options)
 
     return run
