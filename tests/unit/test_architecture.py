@@ -104,7 +104,7 @@ ROWS = {
     ),
     f"{ENGINE}.bridge_survivors": Row("core_versions in_place", "megatron.core torch"),
     f"{ENGINE}.bridge": Row(
-        "bridge_survivors config errors features in_place manager megatron_state ports", "megatron.core"
+        "bridge_survivors config errors features in_place manager megatron_state ports standby", "megatron.core"
     ),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.
@@ -334,6 +334,7 @@ READ_OTHERWISE = {
     "moe.storage.small_files": "bounded and regular too, and asked whose it is",
     "moe.boot_clock": "the kernel's own, of this boot and its processes",
     "moe.standby.heartbeat": "a byte in a folder that only the launcher gives",
+    "moe.standby.verdict": "a number in a folder that only the launcher makes",
     "dense.safe_load": "bytes that were read, not a file",
     "runs.run_log": "what a user names, which may be a pipe; line by line",
 }
