@@ -47,7 +47,7 @@ class CheckPart:
     """Steps of pytest, each a process, most telling first.
 
     steps: One after the other; those of a tuple at once, since only their outcomes count.
-    packs: Of the bundle, beside `base`, which is always there.
+    packs: Of the bundle, with `base`, which is always there.
     shm_bytes: What it needs in /dev/shm.
     """
 

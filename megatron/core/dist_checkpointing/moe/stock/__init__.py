@@ -52,6 +52,7 @@ def protected[Result](
     """
 
     @functools.wraps(pretrain)
+    @permanent_errors_end_the_job()
     def run(*arguments: object, **options: object) -> Result:
         try:
             loop = importlib.import_module(TRAINING)
@@ -70,7 +71,6 @@ def protected[Result](
         training = installed(loop, hooks.by_name(), core, is_on=hooks.is_on)
         background = ending_with_their_trainer()
         with (
-            permanent_errors_end_the_job(),
             shipped_helpers(),
             synchronous,
             background,
