@@ -49,9 +49,9 @@ def step(pec: Pec, iteration: int, *, ok: bool = True, counts: list[list[int]] =
     return plan
 
 
-def written(pec: Pec, iteration: int, *, ok: bool = True) -> SnapshotPlan | None:
+def written(pec: Pec, iteration: int, *, ok: bool = True, counts: list[list[int]] = EVEN) -> SnapshotPlan | None:
     """One iteration, with what it persists, which settles at once too."""
-    (part,) = pec.persistent(step(pec, iteration)) or (None,)
+    (part,) = pec.persistent(step(pec, iteration, counts=counts)) or (None,)
     if part is not None:
         pec.on_commit(part, Level.PERSIST, ok)
     return part
@@ -272,6 +272,20 @@ def test_every_expert_is_persisted_in_so_many_writes(
             assert max(ages.values()) <= bound
             if len(experts_of(part)) < 24 and selection == "sequential":
                 assert len(experts_of(part)) <= 3 * (k_persist or k)
+
+
+def test_experts_that_writes_keep_missing_are_rescued_however_many_there_are() -> None:
+    """Every second snapshot is persisted, and K experts in turn are even ones then."""
+    experts = 384
+    pec = Pec(job_of(replace(STORING, persist_interval=2), Topology(1), layers=1, experts=experts))
+    counts, missed = [[1] * experts], set[OperatorId]()
+    for write in range(2 * experts + 1):
+        step(pec, 2 * write + 1, counts=counts)
+        part = written(pec, 2 * write + 2, counts=counts)
+        missed = missed - experts_of(part) if write else experts_of(part)
+        if not missed:
+            break
+    assert not missed
 
 
 CASES = {

@@ -14,7 +14,7 @@ from .ledger import TWO_LEVELS, LossRecord, Saved, TokenLedger
 Experts = frozenset[OperatorId]
 Captures = Mapping[Level, Mapping[OperatorId, tuple[Saved, ...]]]
 _CAPTURES = 4  # newest captures of each expert, per level, whose tokens are remembered, however they were settled
-_COUNTED = 256  # newest snapshots and writes by which ages are counted
+_COUNTED = 256  # newest snapshots and writes by which ages are counted, at least
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LossyState:
 
     def planned(self, flight: Flight) -> LossyState:
         """With one more snapshot under way."""
-        taken = (*self.taken, flight.iteration)[-_COUNTED:]
+        taken = (*self.taken, flight.iteration)[-self._counted :]
         return replace(self, flights=(*self.flights, flight), taken=taken)
 
     def lacks_experts(self, level: Level) -> bool:
@@ -132,7 +132,7 @@ class LossyState:
     def handed_on(self) -> LossyState:
         """With what was ready being persisted."""
         assert self.ready is not None
-        written = (*self.written, self.ready.iteration)[-_COUNTED:]
+        written = (*self.written, self.ready.iteration)[-self._counted :]
         return replace(self, ready=None, writes=(*self.writes, self.ready), written=written)
 
     def under_way(self, level: Level) -> list[tuple[int, Experts]]:
@@ -235,6 +235,11 @@ class LossyState:
             written=tuple(data["written"]),
         )
         return state, lost
+
+    @property
+    def _counted(self) -> int:
+        """So many that ages reach every limit: below 2 N writes, or 2 N snapshots and N more to be taken in."""
+        return max(_COUNTED, 3 * self.num_experts)
 
     def _persisted(self, iteration: int, ok: bool) -> LossyState:
         write = next((one for one in self.writes if one.iteration == iteration), None)
