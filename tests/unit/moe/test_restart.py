@@ -14,12 +14,12 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind,
 LOST = {OperatorId(0, OperatorKind.EXPERT, 1): 5}
 
 
-def restart(plan: RecoveryPlan, *older: object) -> tuple[Restart, list[str]]:
+def restart(plan: RecoveryPlan) -> tuple[Restart, list[str]]:
     """One that has found a plan, and what it came to do."""
     did: list[str] = []
     recovery = SimpleNamespace(look=lambda: plan, plan=None, is_own=True, diverged=(), discard=lambda: None)
     recovery.restore_through = lambda _: did.append("loaded")
-    own: Any = SimpleNamespace(timelines=lambda: older, discard=lambda: None)
+    own: Any = SimpleNamespace(discard=lambda: None)
     state = SimpleNamespace(refresh=lambda: None, restorer=None, clear_counters=lambda: None)
     found: Any = Restart(recovery, own, None, state, *[None] * 4, renew_strategy=lambda: None)
     found.carry_out = lambda: did.append("restored") or True
@@ -35,22 +35,21 @@ def request_of(**given: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("target", "lost", "older", "began"),
+    ("target", "lost", "in_part", "began"),
     [
-        (4, {}, ("past",), "restored"),
-        (4, LOST, (), "restored"),
-        (4, LOST, ("past",), "loaded"),
-        (5, LOST, ("past",), "restored"),
-        (3, {}, (), "loaded"),
+        (4, {}, False, "restored"),
+        (4, LOST, False, "loaded"),
+        (4, LOST, True, "restored"),
+        (5, LOST, False, "restored"),
+        (3, {}, False, "loaded"),
     ],
 )
-def test_a_whole_checkpoint_beats_snapshots_of_another_layout_that_lose_tokens_of_the_same_iteration(
-    target: int, lost: dict[OperatorId, int], older: tuple[str, ...], began: str
+def test_a_whole_checkpoint_beats_snapshots_of_the_same_iteration_that_lose_tokens(
+    target: int, lost: dict[OperatorId, int], in_part: bool, began: str
 ) -> None:
-    plan = RecoveryPlan(target, Scope.GLOBAL, (), (), lost_tokens=lost)
-    own, did = restart(plan, *older)
+    own, did = restart(RecoveryPlan(target, Scope.GLOBAL, (), (), lost_tokens=lost))
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
-    own.restore(trainer, request_of())
+    own.restore(trainer, request_of(in_part=in_part))
     assert did == [began]
 
 

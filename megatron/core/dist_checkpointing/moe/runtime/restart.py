@@ -76,7 +76,7 @@ class Restart:
         """See `Session.restore`."""
         recovery, load, older = self.recovery, request.load, -1
         plan = self.look()
-        if plan is not None and (recovery.is_own if request.asked_for else self._leads_beyond(request.newest, plan)):
+        if plan is not None and (recovery.is_own if request.asked_for else self._leads_beyond(request, plan)):
             if self._is_restored(trainer, request):
                 return
         elif plan is not None and not request.asked_for:
@@ -109,13 +109,10 @@ class Restart:
         """What an earlier attempt left and what can be made of it; None when that is nothing."""
         return self.recovery.look()
 
-    def _leads_beyond(self, newest: int, plan: RecoveryPlan) -> bool:
-        """Whether a plan is better than the checkpoint of iteration `newest`.
-
-        Of the same iteration it is, unless it loses tokens and has to be read from another layout: then a job that
-        made room for nodes has saved that checkpoint to lose none.
-        """
-        return plan.target > newest or (plan.target == newest and not (plan.lost_tokens and self.older.timelines()))
+    def _leads_beyond(self, request: Request, plan: RecoveryPlan) -> bool:
+        """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something."""
+        loses = bool(plan.lost_tokens) and not request.in_part
+        return plan.target >= request.newest + loses
 
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""
