@@ -12,10 +12,12 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.moe.dense_saves import writing
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.dense_saves.writing import RankFailure, raise_on_all_ranks
-from megatron.core.dist_checkpointing.moe.extensions.partial_saves import saving
-from megatron.core.dist_checkpointing.moe.extensions.partial_saves.saving import live_experts
+from megatron.core.dist_checkpointing.moe.extensions.partial_saves import saving, shards
+from megatron.core.dist_checkpointing.moe.extensions.partial_saves.saving import ExpertSaves, live_experts
 
 Work = Callable[[], Any]
 
@@ -126,3 +128,48 @@ def test_experts_of_layers_that_predict_further_tokens_are_in_no_rotation(
     works = [group.of_rank(lambda: live_experts([shape(2, None)], [3], {3: (1, 1), 4: (5, 5)}))] * 2  # type: ignore[arg-type,list-item]
     for found in on_ranks(*works):
         assert (found.stages, found.tokens) == (((3,), ()), {3: (2, 2)})
+
+
+SAVED = {
+    "save": "saves", "save_experts": 1, "save_experts_selection": "sequential", "save_experts_scope": "both",
+    "bf16": True, "fp16": False, "finetune": False, "no_load_optim": False, "no_save_optim": False,
+    "use_distributed_optimizer": True, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
+    "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
+}  # fmt: skip
+
+
+class Stage:
+    """A model chunk of one layer, with two experts or without."""
+
+    def __init__(self, layer: int, *, experts: bool) -> None:
+        self.layers = [layer] if experts else []
+        key = f"decoder.layers.{layer}.mlp.{'experts.experts.linear_fc1' if experts else 'linear_fc1'}.weight"
+        cut = [(0, index, 2) for index in range(2)] if experts else [(0, 0, 1)]
+        axes = {"prepend_axis_num": 1} if experts else {}
+        self.state = {
+            f"{at}": ShardedTensor.from_rank_offsets(key, torch.zeros(4, 4), one, **axes) for at, one in enumerate(cut)
+        }
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+
+def test_experts_are_found_where_the_first_chunks_of_all_stages_are_dense(
+    group: ThreadGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "entries", shards.entries)
+    monkeypatch.setattr(saving, "_obstacle", lambda *_: None)
+    of_chunks = lambda chunks: {object(): layer for chunk in chunks for layer in chunk.layers}  # noqa: E731
+    monkeypatch.setattr(saving, "layers_of_routers", of_chunks)
+
+    def work() -> Any:
+        stage = group.get_rank() // 2
+        chunks: list[Any] = [Stage(stage, experts=False), Stage(2 + stage, experts=True)]
+        saves, kept = ExpertSaves(SimpleNamespace(**SAVED), chunks, None), []
+        for iteration in (1, 2):
+            with saves.generating(None, CheckpointDirectory("saves"), iteration):
+                kept.append([chunk.sharded_state_dict() for chunk in chunks])
+            saves.published(iteration)
+        return [[len(one) for one in states] for states in kept]
+
+    assert on_ranks(*[group.of_rank(work)] * 4) == [[[1, 2], [1, 1]]] * 4

@@ -71,20 +71,25 @@ class ExpertSaves:
             directory: The folder of all checkpoints.
             iteration: The iteration that is saved.
         """
+        chunks = unwrap_model(list(self._chunks))
         whole: dict[str, Any] = {}
+        parts: list[dict[str, Any]] = [{} for _ in chunks]
+        kept: list[dict[str, Any]] = [{} for _ in chunks]
 
         def of_chunk(index: int, generate: Generate, *given: Any, **options: Any) -> dict[str, Any]:
             generated = whole[f"model{index}"] = generate(*given, **options)
-            parts = built(generated)
-            if index == 0:
-                self._chains[iteration] = self._next_chain(parts, directory, iteration)
-            return selected(parts, self._chains[iteration])
+            parts[index] = built(generated)
+            if index == len(chunks) - 1:  # the first ones may have no experts on any rank
+                chain = self._chains[iteration] = self._next_chain(parts, directory, iteration)
+                for one, of_one in zip(kept, parts, strict=True):
+                    one.update(selected(of_one, chain))
+            return kept[index]
 
         def of_optimizer(generate: Generate, _: Any, *given: Any, **options: Any) -> dict[str, Any]:
             return selected(built(generate(whole, *given, **options)), self._chains[iteration])
 
         with contextlib.ExitStack() as stack:
-            for index, chunk in enumerate(unwrap_model(list(self._chunks))):
+            for index, chunk in enumerate(chunks):
                 stack.enter_context(_generating(chunk, functools.partial(of_chunk, index)))
             if optimizer is not None:
                 stack.enter_context(_generating(optimizer, of_optimizer))
@@ -111,7 +116,7 @@ class ExpertSaves:
         """The checkpoint of `iteration` is there."""
         self._lineage.saved(self._chains.pop(iteration))
 
-    def _next_chain(self, generated: dict[str, Any], directory: CheckpointDirectory, iteration: int) -> Chain:
+    def _next_chain(self, generated: list[dict[str, Any]], directory: CheckpointDirectory, iteration: int) -> Chain:
         """What the checkpoint of `iteration` will hold, the same on every rank; a collective over all ranks."""
         counted = self._counter.take()() if self._counter is not None else None
         experts = live_experts(generated, self._chunks, counted)
@@ -157,12 +162,12 @@ class _ModelExperts:
 
 
 def live_experts(
-    generated: dict[str, Any], chunks: Sequence[torch.nn.Module], counted: Mapping[int, Sequence[int]] | None
+    generated: list[dict[str, Any]], chunks: Sequence[torch.nn.Module], counted: Mapping[int, Sequence[int]] | None
 ) -> _ModelExperts:
     """What the model of all ranks has; a collective on tables of the model, so that none gets what each rank has.
 
     Args:
-        generated: The sharded state dict of this rank, without factories.
+        generated: The sharded state dicts of all chunks of this rank, without factories.
         chunks: The model chunks of this rank.
         counted: Tokens by layer and expert; None on all ranks where they are not counted.
     """

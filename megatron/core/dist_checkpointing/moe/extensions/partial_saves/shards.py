@@ -26,8 +26,8 @@ def built(generated: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def entries(generated: dict[str, Any]) -> Iterator[tuple[ExpertEntry, Shard]]:
-    """The shards of single experts in a sharded state dict without factories."""
+def entries(generated: dict[str, Any] | list[dict[str, Any]]) -> Iterator[tuple[ExpertEntry, Shard]]:
+    """The shards of single experts in sharded state dicts without factories."""
     for shard in nested_values(generated):
         entry = entry_of(shard)
         if entry is not None:
