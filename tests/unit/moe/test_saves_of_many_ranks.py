@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.moe.dense_saves import writing
 from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.dense_saves.writing import RankFailure, raise_on_all_ranks
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves import saving, shards
-from megatron.core.dist_checkpointing.moe.extensions.partial_saves.saving import ExpertSaves, live_experts
+from megatron.core.dist_checkpointing.moe.extensions.partial_saves.saving import ExpertSaves, content_of, live_experts
 
 Work = Callable[[], Any]
 
@@ -173,3 +173,11 @@ def test_experts_are_found_where_the_first_chunks_of_all_stages_are_dense(
         return [[len(one) for one in states] for states in kept]
 
     assert on_ranks(*[group.of_rank(work)] * 4) == [[[1, 2], [1, 1]]] * 4
+
+
+def test_checkpoints_of_another_layout_are_no_continuation() -> None:
+    sizes = [name for name in SAVED if name.endswith("_parallel_size")]
+    contents = {content_of(SimpleNamespace(**SAVED | changed)) for changed in ({}, *({one: 4} for one in sizes))}
+    assert len(contents) == 1 + len(sizes) == 6
+    none = SAVED | {"virtual_pipeline_model_parallel_size": None, "expert_tensor_parallel_size": None}
+    assert "VPP 1" in content_of(SimpleNamespace(**none))

@@ -218,8 +218,10 @@ def content_of(args: Any) -> str:
     state = "no optimizer"
     if not args.no_save_optim:
         state = "distributed optimizer" if args.use_distributed_optimizer else "replicated optimizer"
-    sizes = f"PP {args.pipeline_model_parallel_size}, EP {args.expert_model_parallel_size}"
-    return f"{precision}, {state}, {sizes}"
+    kinds = {"PP": "pipeline_model", "VPP": "virtual_pipeline_model", "TP": "tensor_model"}
+    kinds |= {"EP": "expert_model", "ETP": "expert_tensor"}
+    sizes = (f"{kind} {getattr(args, f'{name}_parallel_size') or 1}" for kind, name in kinds.items())
+    return ", ".join((precision, state, *sizes))
 
 
 def _continued(args: Any, loaded: Path | None) -> Chain | None:
