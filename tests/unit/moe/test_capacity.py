@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.extensions import Additions
+from megatron.core.dist_checkpointing.moe.extensions.capacity_boost import BoostedCapacity
 from megatron.core.dist_checkpointing.moe.extensions.capacity_boost.capacity import RouterCapacity
 from megatron.core.dist_checkpointing.moe.megatron_state.module_tree import drops_tokens
 from megatron.core.dist_checkpointing.moe.types import expert
 from megatron.core.transformer.moe import router as routing
 from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 from megatron.core.transformer.moe.router import TopKRouter
 
 TOKENS, EXPERTS, TOPK, FACTOR = 64, 4, 2, 1.0
@@ -91,6 +96,27 @@ def test_other_layers_evaluations_and_routers_after_it_are_left_alone() -> None:
     boost.close()
     assert routing.apply_router_token_dropping is upstream
     assert taken(owing) == before
+
+
+def test_what_passes_that_run_twice_took_beyond_the_capacity_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: Callable[[object], None] = lambda _: None  # noqa: E731
+    monkeypatch.setattr(PagedStashRunner, "prepare_for_rerun", stub)
+    router, added, held = Router(3), Additions(), ExitStack()
+    settings = SimpleNamespace(capacity_boost=10)
+    strategy = SimpleNamespace(makes_up=True, deferred_tokens={expert(3, 0): 1000})
+    training = SimpleNamespace(chunks=[router])
+    boost = BoostedCapacity(SimpleNamespace(config=settings, strategy=strategy, training=training, held=held))
+    boost.protects(added)
+    taken(router)
+    PagedStashRunner.prepare_for_rerun(SimpleNamespace())  # for an overflow
+    taken(router)
+    assert added.beyond is not None and added.beyond()() == {3: (-(-BASE // 10), 0, 0, 0)}
+    for _ in range(2):  # core validates a result
+        boost.passes()
+        taken(router)
+    assert added.beyond()() == {3: (-(-BASE // 10), 0, 0, 0)}
+    held.close()
+    assert vars(PagedStashRunner)["prepare_for_rerun"] is stub
 
 
 def test_nothing_is_dropped_that_a_boost_could_take_without_a_capacity_or_with_padding() -> None:

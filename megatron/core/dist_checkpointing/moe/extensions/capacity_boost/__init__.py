@@ -19,6 +19,10 @@ class BoostedCapacity(Extension):
             self._boost.owe(session.strategy.deferred_tokens)
             additions.beyond = self._boost.take
 
+    def passes(self) -> None:
+        if self._boost is not None:
+            self._boost.begin()  # core may validate a result by a rerun
+
     def copying(self) -> None:
         if self._boost is not None:
             self._boost.owe(self.session.strategy.deferred_tokens)

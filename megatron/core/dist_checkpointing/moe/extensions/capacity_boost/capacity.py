@@ -18,7 +18,7 @@ from megatron.core.transformer.moe import router as routing
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.moe.router import TopKRouter
 
-from ...core_versions.training import captures_routers
+from ...core_versions.training import before_passes_are_repeated, captures_routers
 from ...errors import UsageError
 from ...megatron_state.module_tree import layers_of_routers
 from ...megatron_state.popularity import arriving_counts
@@ -63,9 +63,13 @@ class RouterCapacity:
             return dict
         layers = sorted(self._beyond)
         taken = arriving_counts(layers, torch.stack([self._beyond[layer] for layer in layers]))
+        self.begin()
+        return taken
+
+    def begin(self) -> None:
+        """Passes of an iteration begin, perhaps once more: what those before took is of the same tokens."""
         for count in self._beyond.values():
             count.zero_()
-        return taken
 
     def close(self) -> None:
         """Leave routers as they were."""
@@ -73,6 +77,7 @@ class RouterCapacity:
         self._beyond, self._layer = {}, None
 
     def _patch(self) -> None:
+        self._patched.enter_context(before_passes_are_repeated(self.begin))
         for router, layer in self._layers.items():
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._beyond[layer] = zeros
