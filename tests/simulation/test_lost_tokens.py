@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from simulated import EXPERTS, LAYERS, RANKS, Simulation
+from simulated import EXPERTS, LAYERS, RANKS, Simulation, journal_of
 from simulated_world.world import Event
 from test_guarantees import PEC, Vandal
 
@@ -44,7 +44,7 @@ def of_all_ranks(start: int, iteration: int) -> Counter[Expert]:
 
 @dataclass(frozen=True)
 class State:
-    """After an iteration of an attempt: tokens whose updates each expert has, and all that training routed to it."""
+    """After an iteration of an attempt: tokens whose updates each expert has, and all whose updates were made."""
 
     iteration: int = 0
     held: Mapping[Expert, int] = field(default_factory=dict)
@@ -68,6 +68,8 @@ class Attempts:
         begun = self.begun.get(attempt, State())
         held, all_ = Counter(begun.held), Counter(begun.routed)
         for at in range(begun.iteration + 1, iteration + 1):
+            if journal_of(0, at).skipped:
+                continue  # no update, no loss
             tokens = of_all_ranks(attempt, at)
             held.update(tokens)
             all_.update(tokens)
@@ -144,3 +146,13 @@ def test_the_state_lacks_exactly_the_tokens_that_are_told(seeds: range) -> None:
     found = [costs_are_told(seed) for seed in seeds]
     assert sum(bool(one.told) for one in found) >= len(seeds) // 2
     assert any(one.fewer for one in found), "no job gave up what a fault had cost: nothing is shown of that"
+
+
+def test_what_routers_sent_in_a_step_that_was_skipped_is_reported_all_the_same() -> None:
+    told: dict[int, tuple[tuple[int, ...], ...]] = {}
+    simulation = Simulation(PEC, each=lambda _, rank: told.update(simulation.told.coordinators[rank].report().tokens))
+    simulation.counts = lambda rank, iteration: routed(0, rank, iteration)
+    simulation.run(1)
+    (skipped,) = [iteration for iteration in told if journal_of(0, iteration).skipped]
+    expected = of_all_ranks(0, skipped)
+    assert told[skipped] == tuple(tuple(expected[layer, at] for at in range(EXPERTS)) for layer in range(LAYERS))

@@ -222,9 +222,8 @@ class Coordinator:
         # After `_opened`, which has opened the round on every rank, also on one without room: the message has one
         # status per open round, and the collective needs as many on all ranks.
         if self._in_contact:
-            self._send_message(
-                plan, counts, tally.iteration_s / 2, pace, beyond if self._strategy.deferred_tokens else None
-            )
+            beyond = beyond if self._strategy.deferred_tokens else None
+            self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond, skipped=journal.skipped)
             if (ahead := self._strategy.ahead()) is not None:
                 self._background.control.submit(ahead)  # behind the message
         tally.last_stall_s = self._stopwatch.resume()
@@ -417,6 +416,8 @@ class Coordinator:
         patience_s: float,
         pace: Throughput | None = None,
         beyond: CountsUnderWay | None = None,
+        *,
+        skipped: bool = False,
     ) -> None:
         """Send what this rank knows, once open rounds have ended or some time has passed."""
         tally, tracker = self._tally, self._tracker
@@ -427,7 +428,8 @@ class Coordinator:
                 return []
             none = (0,) * self._job.num_experts
             tables = [counts(), beyond()] if beyond is not None else [counts()]
-            return [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
+            rows = [count for table in tables for layer in self._job.moe_layers for count in table.get(layer, none)]
+            return [int(skipped), *rows]
 
         slowed_s = max(0.0, self._pass_times.slowed_s or 0.0)
         costs = Costs(tally.iteration_s, tally.copy_stall_s, tracker.last_round_s, tracker.last_persist_s, slowed_s)
@@ -449,13 +451,15 @@ class Coordinator:
         if self._ports.added.numbers is not None:
             self._ports.added.numbers.summed(news.numbers)
         if news.counts:
-            experts = self._job.num_experts
-            rows = tuple(news.counts[at : at + experts] for at in range(0, len(news.counts), experts))
-            rows, beyond = rows[: len(self._job.moe_layers)], rows[len(self._job.moe_layers) :]
-            self._strategy.on_token_counts(news.iteration, rows)
-            if beyond:
-                self._strategy.on_deferred_tokens(news.iteration, beyond)
-            self._tally.tokens += ((news.iteration, rows),)
+            (skipped, *counts), layers, experts = news.counts, len(self._job.moe_layers), self._job.num_experts
+            rows = tuple(tuple(counts[at : at + experts]) for at in range(0, len(counts), experts))
+            self._tally.tokens += ((news.iteration, rows[:layers]),)
+            if skipped and self._strategy.selects:
+                # Experts learned nothing: a fault cannot lose it, and nothing that they owe is made up for.
+                rows = ((0,) * experts,) * len(rows)
+            self._strategy.on_token_counts(news.iteration, rows[:layers])
+            if rows[layers:]:
+                self._strategy.on_deferred_tokens(news.iteration, rows[layers:])
         before = self._tracker.protection.state
         if self._tracker.update(news.statuses, self._iteration):
             self._strategy.on_costs(news.costs)

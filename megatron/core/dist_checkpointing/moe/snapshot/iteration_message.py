@@ -91,8 +91,9 @@ class IterationMessage:
         plan: what it snapshots of that iteration; None for nothing.
         costs: what it measured.
         statuses: gives how far it has come with each open round; called when the message leaves.
-        counts: gives the tokens that its routers sent to the experts of all MoE layers, none if the strategy does not
-            ask; called on the thread that sends the message, as they may still be on a device.
+        counts: gives whether its step was skipped, and the tokens that its routers sent to the experts of all MoE
+            layers; nothing if the strategy does not ask. Called on the thread that sends the message, as they may still
+            be on a device.
         pace: the time that a copy has, and how fast the last one was; None if the strategy does not ask.
         numbers: of extensions, which are added up; as many on all ranks.
     """

@@ -334,11 +334,12 @@ class Strategy(ABC):
         Args:
             iteration: The iteration that was trained.
             counts: Tokens by MoE layer and expert, summed over all ranks; gating probabilities with `counts_gates`.
+                With `selects` none of a step that was skipped, in which experts learned nothing.
         """
         return
 
     def on_deferred_tokens(self, iteration: int, counts: Sequence[Sequence[int]]) -> None:
-        """Tokens were processed beyond the capacity in an iteration; called after `on_token_counts`.
+        """Tokens were processed beyond the capacity in an iteration with a step; called after `on_token_counts`.
 
         Args:
             iteration: The iteration that was trained.
