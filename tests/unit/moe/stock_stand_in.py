@@ -299,6 +299,8 @@ class Manager:
         yield
         self.calls.append(")")
 
+    begins_snapshot = True
+
     @property
     def is_replaying(self) -> bool:
         return self._left > 0

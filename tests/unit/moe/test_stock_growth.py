@@ -55,11 +55,21 @@ def args(**changes: Any) -> argparse.Namespace:
 def test_training_ends_for_nodes_behind_an_iteration_with_a_snapshot(tmp_path: Path) -> None:
     joining = Joining(tmp_path)
     own = Growth(ELASTIC, args(), joining)
-    assert not own.ends_training(2)
+    assert not own.ends_training(2, begins=True)
     joining.ask()
-    assert not own.ends_training(3), "no snapshot is due"
-    assert not own.ends_training(6), "nothing is left to train"
-    assert own.ends_training(4) and own.makes_way
+    assert not own.ends_training(3, begins=True), "no snapshot is due"
+    assert not own.ends_training(6, begins=True), "nothing is left to train"
+    assert own.ends_training(4, begins=True) and own.makes_way
+
+
+def test_where_earlier_snapshots_are_still_under_way_nodes_wait_for_the_next(tmp_path: Path) -> None:
+    joining = Joining(tmp_path)
+    joining.ask()
+    own = Growth(ELASTIC, args(), joining)
+    assert not own.ends_training(2, begins=False) and not own.makes_way, "iterations would be trained again"
+    assert own.ends_training(4, begins=True)
+    saves = Growth(replace(ELASTIC, strategy="pec"), args(exit_interval=None), joining)
+    assert saves.ends_training(2, begins=False)
 
 
 @pytest.mark.parametrize(("strategy", "exits"), [("full", None), ("sparse", 4), ("pec", 4), ("selective", 4)])
@@ -68,25 +78,32 @@ def test_where_snapshots_are_parts_of_a_state_the_loop_saves_all_of_it_before_it
 ) -> None:
     joining, given = Joining(tmp_path), args(exit_interval=None)
     joining.ask()
-    assert Growth(replace(ELASTIC, strategy=strategy), given, joining).ends_training(4)
+    assert Growth(replace(ELASTIC, strategy=strategy), given, joining).ends_training(4, begins=True)
     assert given.exit_interval == exits
 
 
-def test_a_node_of_which_another_rank_knows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vote, **_: vote.fill_(1) and Work(ends=True))
-    assert Growth(ELASTIC, args(), Joining(tmp_path)).ends_training(2)
+@pytest.mark.parametrize(("others", "ends"), [([1, 0], True), ([0, 0], False), ([1, 1], False)])
+def test_what_only_another_rank_knows_counts(
+    others: list[int], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_reduce(vote: torch.Tensor, **_: Any) -> Work:
+        vote.copy_(torch.maximum(vote, torch.tensor(others)))
+        return Work(ends=True)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert Growth(ELASTIC, args(), Joining(tmp_path)).ends_training(2, begins=True) == ends
 
 
 def test_a_rank_that_does_not_vote_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vote, **_: Work(ends=False))
     with pytest.raises(PeerLost, match="--distributed-timeout-minutes"):
-        Growth(ELASTIC, args(distributed_timeout_minutes=0.001), Joining(tmp_path)).ends_training(2)
+        Growth(ELASTIC, args(distributed_timeout_minutes=0.001), Joining(tmp_path)).ends_training(2, begins=True)
 
 
 def test_without_a_launcher_nobody_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", None)
     own = Growth(ELASTIC, args())
-    assert not own.ends_training(2)
+    assert not own.ends_training(2, begins=True)
     own.make_way(lambda: False)
 
 
@@ -100,7 +117,7 @@ def test_workers_that_made_way_wait_to_be_started_again(
     own = Growth(ELASTIC, args(), joining)
     own.make_way(lambda: told)
     assert not joining.is_ready, "training has not ended"
-    assert own.ends_training(2)
+    assert own.ends_training(2, begins=True)
     with pytest.raises(error):
         own.make_way(lambda: told)
     assert joining.is_ready

@@ -306,6 +306,11 @@ class MoECheckpointManager(Iterations):
         return self._session.repeats_steps
 
     @property
+    def begins_snapshot(self) -> bool:
+        """Whether `after_step` will begin a snapshot of this iteration."""
+        return self._session.coordinator is not None and self._session.coordinator.begins(self.iteration)
+
+    @property
     def lost_tokens(self) -> tuple[int, ...] | None:
         """What faults have cost so far, by MoE layer, for a dense checkpoint; None where they can cost nothing."""
         return self._session.lost_tokens

@@ -230,6 +230,10 @@ class Coordinator:
         tally.stall_s += tally.last_stall_s
         ports.after_snapshot(iteration, journal)
 
+    def begins(self, iteration: int) -> bool:
+        """Whether `step_end` of an iteration will begin a snapshot."""
+        return self._in_contact and self._strategy.due(iteration) and self._tracker.may_begin(iteration)
+
     def before_optimizer(self) -> float:
         """Before the next optimizer step may change the state; returns the seconds for which training stood still."""
         lap = self._stopwatch.pause()

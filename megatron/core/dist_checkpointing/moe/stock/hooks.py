@@ -428,7 +428,9 @@ class Hooks:
         self._state.counted(call["num_floating_point_operations_so_far"])
         if not replayed:
             self._state.evaluated = call["iteration"]
-        makes_way = not replayed and self._growth is not None and self._growth.ends_training(call["iteration"])
+        makes_way = False
+        if not replayed and self._growth is not None:
+            makes_way = self._growth.ends_training(call["iteration"], begins=manager.begins_snapshot)
         should_exit = False if replayed else call.go_on()
         started_s = time.monotonic()
         protection = manager.after_step()

@@ -271,7 +271,7 @@ class Strategy(ABC):
         return self._gave_up
 
     def due(self, iteration: int) -> bool:
-        """Whether `plan` would give a snapshot; asked where none may begin."""
+        """Whether `plan` would give a snapshot, where one may begin."""
         return not self._gave_up and self._interval_policy.due(iteration)[0]
 
     @abstractmethod

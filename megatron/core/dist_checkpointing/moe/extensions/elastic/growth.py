@@ -2,7 +2,8 @@
 
 All ranks vote behind each iteration of which a snapshot is due, see `standby.joining`. The loop then leaves as it does
 for `--exit-interval`, memory is kept, and the launcher starts all ranks again in the larger layout. Snapshots of `full`
-are a whole state. Those of other strategies are not, so the loop saves a checkpoint before it leaves.
+are a whole state: where none begins, since earlier ones are still under way, training goes on to the next. Those of
+other strategies are not, so the loop saves a checkpoint before it leaves.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ class Growth:
         self._is_whole = config.strategy == "full"
         self.makes_way = False
 
-    def ends_training(self, iteration: int) -> bool:
+    def ends_training(self, iteration: int, *, begins: bool) -> bool:
         """Whether training ends here for nodes that wait; a collective, before the loop asks whether it saves.
 
-        Raises PeerLost.
+        Args:
+            iteration: After which training stands.
+            begins: Whether a snapshot of that state will.
+
+        Raises:
+            PeerLost: A rank does not vote.
         """
         if self._joining is None or iteration % self._interval or iteration >= self._args.train_iters:
             return False
-        vote = torch.tensor([int(self._joining.is_asked)], device=torch.cuda.current_device())
+        is_lost = self._is_whole and not begins
+        vote = torch.tensor([int(self._joining.is_asked), int(is_lost)], device=torch.cuda.current_device())
         self._agree(vote)
-        self.makes_way = bool(vote.item())
+        self.makes_way = vote.tolist() == [1, 0]
         if self.makes_way and torch.distributed.get_rank() == 0:
             log.info("elastic: pausing at iteration %d, nodes are waiting to join", iteration)
         if self.makes_way and not self._is_whole:
