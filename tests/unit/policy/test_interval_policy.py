@@ -157,6 +157,11 @@ def test_the_interval_on_the_command_line_is_a_number_or_auto(capsys: pytest.Cap
     assert "argument --moe-ckpt-interval: invalid auto|int value: 'often'" in capsys.readouterr().err
 
 
+def refused(**settings: Any) -> str:
+    config = MoECheckpointConfig(**settings)
+    return "; ".join(contradictions(config, world_size=4, num_experts=8, use_distributed_optimizer=False, stages=1))
+
+
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -170,6 +175,11 @@ def test_the_interval_on_the_command_line_is_a_number_or_auto(capsys: pytest.Cap
     ],
 )
 def test_auto_is_refused_where_the_interval_is_not_free(others: dict[str, Any], said: str) -> None:
-    config = MoECheckpointConfig(**{"strategy": "full", "interval": "auto", **others})
-    found = "; ".join(contradictions(config, world_size=4, num_experts=8, use_distributed_optimizer=False, stages=1))
-    assert said in found
+    assert said in refused(**{"strategy": "full", "interval": "auto", **others})
+
+
+@pytest.mark.parametrize("policy", ["checkfreq", "young", "daly"])
+def test_an_elastic_job_needs_an_interval_that_stays(policy: str) -> None:
+    said = f"--moe-ckpt-elastic 1:2 needs a fixed interval: give --moe-ckpt-interval-policy fixed, not {policy}"
+    assert said in refused(strategy="full", elastic="1:2", interval_policy=policy, mtbf_s=3600.0)
+    assert "fixed" not in refused(strategy="full", elastic="1:2", interval=7)

@@ -147,6 +147,11 @@ def _not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
         return
     if given.interval == "auto":
         yield f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval N, not auto"
+    if given.interval_policy != "fixed":
+        yield (
+            f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval-policy fixed, not"
+            f" {given.interval_policy}"
+        )
     if given.replicas == 0 and given.persist_dir is None:
         yield (
             f"--moe-ckpt-elastic {allowed} continues without lost nodes, whose state is then nowhere: give"
