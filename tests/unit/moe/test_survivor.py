@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import 
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import StepGuard
 from megatron.core.dist_checkpointing.moe.local_recovery.survivor import LiveTensors, Passes, Survivor, SurvivorBuffers
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
-from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget
+from megatron.core.dist_checkpointing.moe.policy.parking import Cause, ParkingBudget, StepPhase
 from megatron.core.dist_checkpointing.moe.ports import NoRoom
 from megatron.core.dist_checkpointing.moe.recovery.recovery import RollForward
 from megatron.core.dist_checkpointing.moe.snapshot.capturer import LiveCapturer
@@ -120,6 +120,27 @@ def test_a_state_that_is_parked_behind_the_step_tells_all_that_a_replay_of_its_p
         survivor.live.optimizer.step()
     assert not survivor.park(Cause.PEER_LOST, {}, {})
     assert survivor.unreported(5) == replace(passed, grad_norm=0.5)
+
+
+def test_of_an_iteration_that_was_loaded_there_is_no_outcome_to_report(new: Callable[..., Survivor]) -> None:
+    survivor = new()
+    assert not survivor.park(Cause.PEER_LOST, {}, {})
+    assert survivor.kept is not None and survivor.kept.iteration == 4
+    assert survivor.unreported(4) is None
+
+
+def test_how_a_step_came_out_that_was_made_later_is_reported_in_the_next_start_too(
+    new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor, gradients = new(), SimpleNamespace(read=None, manifest=SimpleNamespace(by_key={}))
+    monkeypatch.setattr(survivors, "roll_forward", lambda *_: None)
+    monkeypatch.setattr(Trainer, "restore_common", lambda *_: None, raising=False)
+    step = StepJournal(0.5, False)
+    survivor.roll_forward(RollForward(5, step, cast("Any", gradients), {}))
+    survivor.set_lineage(Identity("job", {}, frozenset(), "sparse"), 5, StepPhase.REJOINING)
+    assert not survivor.park_again({})
+    vars(survivor)["_rolled"] = None  # as in another process
+    assert survivor.unreported(5) == step
 
 
 @pytest.mark.parametrize("passed", [True, False])

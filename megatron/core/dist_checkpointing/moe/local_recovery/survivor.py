@@ -204,7 +204,8 @@ class Survivor:
             return
         self._guard.stands(iteration, phase)
         self._began = iteration
-        self._progress.iteration = max(self._progress.iteration, iteration)
+        if iteration > self._progress.iteration:  # it was loaded: how it came out is not known here
+            self._progress.iteration = self._progress.reported = iteration
         self._parker.note(iteration)
 
     def _logs_of(self, identity: Identity) -> BoundaryLogs:
@@ -375,6 +376,7 @@ class Survivor:
                 roll.iteration,
             )
         before = self._parked(roll.iteration - 1)
+        self._progress.iteration = roll.iteration
         self._progress.journal = replace(roll.journal, lm_loss=before.get("next_loss"))
         self._rolled = roll.iteration, self._progress.journal
 
