@@ -82,6 +82,16 @@ def test_ranks_that_do_not_start_are_named_by_all_others(silent: int) -> None:
     assert all(f"for rank {silent}, which did not start" in str(error) for error in errors.values())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_whose_store_ends_as_they_start_have_lost_a_peer_whose_number_is_not_known(rank: int) -> None:
+    kept = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    own = TCPStore("127.0.0.1", kept[0].port, is_master=False, wait_for_workers=False)
+    threading.Timer(0.3, kept.clear).start()
+    with pytest.raises(PeerLost, match=f"rank {rank} lost the store") as raised:
+        gathered_by_store(own, "start", rank, 2, rank, list, 30.0)
+    assert not is_silence(raised.value)
+
+
 def silent_of(error: BaseException) -> tuple[int, ...]:
     """Those that an error names: rank 0's words reach others without the numbers."""
     assert isinstance(error, PeerSilent)
@@ -130,9 +140,13 @@ def test_what_torch_says_of_a_rank_that_never_comes_is_the_loss_of_a_peer_and_a_
     assert is_lost_peer(never)
     assert is_silence(never)
     assert is_silence(RuntimeError("Timed out waiting 600000ms for recv operation to complete"))
-    closed = RuntimeError("Connection closed by peer [127.0.0.1]:31")
-    assert is_lost_peer(closed)
-    assert not is_silence(closed)
+    for said in (
+        "Connection closed by peer [127.0.0.1]:31",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "Failed to send, sent 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ):
+        assert is_lost_peer(RuntimeError(said))
+        assert not is_silence(RuntimeError(said))
 
 
 def test_those_that_do_not_answer_are_named_in_one_line_with_where_since_when_and_what_follows(

@@ -106,6 +106,7 @@ def gathered_by_store(
 
     Raises:
         PeerSilent: Some did not come in time; names them.
+        PeerLost: The store is gone.
     """
     place, patience = PrefixStore(name, store), timedelta(seconds=timeout_s)
     place.set(str(rank), json.dumps(value))
@@ -141,9 +142,12 @@ def gathered_by_store(
     return cast("Json", json.loads(told)[1])
 
 
-def _unstarted(place: Store, rank: int, world_size: int, timeout_s: float) -> PeerSilent:
+def _unstarted(place: Store, rank: int, world_size: int, timeout_s: float) -> PeerLost:
     """Who has not come, by one request: all ranks give up at about the same time."""
-    missing = not_listed(place.get("here"), world_size)
+    try:
+        missing = not_listed(place.get("here"), world_size)
+    except RuntimeError:
+        return PeerLost(f"rank {rank} lost the store in which ranks meet: the node that keeps it is gone")
     return PeerSilent(f"rank {rank} waited {timeout_s:g} s for {ranks_named(missing)}, which did not start", missing)
 
 

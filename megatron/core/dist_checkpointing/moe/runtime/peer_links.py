@@ -223,11 +223,12 @@ _STDERR = 2  # the last messages still go there, whatever the standard streams a
 
 _ABORTED: dict[str, dist.ProcessGroup] = {}
 
-# What gloo and NCCL say when the process at the other end is gone.
+# What gloo, NCCL and torch's store say when the process at the other end is gone.
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out"),
     *("Application timeout caused pair closure", "Socket Timeout", "ncclRemoteError", "NCCL communicator was aborted"),
     "wait timeout after",  # of the store, where a rank does not come to a group
+    "Connection was likely closed",  # that of the store, which ended with its node
 )
 
 
