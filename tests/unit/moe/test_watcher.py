@@ -93,10 +93,12 @@ def watched(
     is_told: bool = True,
     stall_s: float | None = None,
     patience_s: float = PATIENCE_S,
+    finish_s: Callable[[int], float] = lambda lost: 0.0,
 ) -> Iterator[Watcher]:
     watcher = Watcher(
-        0, session, links, lambda: is_told, patience_s, hang_up=hang_up, stall_s=stall_s, is_in_iteration=lambda: True
-    )
+        0, session, links, lambda: is_told, patience_s, hang_up=hang_up, stall_s=stall_s, is_in_iteration=lambda: True,
+        finish_s=finish_s,
+    )  # fmt: skip
     watcher.start()
     try:
         yield watcher
@@ -180,6 +182,41 @@ def test_a_main_thread_that_moves_is_left_to_hear_of_the_loss_by_itself() -> Non
             max(range(20000))
         watcher.stand_down()
     assert not given_up
+
+
+def test_a_main_thread_that_needs_none_of_the_lost_ranks_finishes_its_iteration() -> None:
+    (own, other, third), call = linked(3), Call()
+    with watched(Step(), own, call.release, finish_s=lambda lost: LONG_S if lost == 1 else 0.0) as watcher:
+        other.forget()
+        threading.Timer(5 * PATIENCE_S, call.release).start()
+        call.enter()
+        watcher.stand_down()
+    assert watcher.interrupted is None
+    third.forget()
+
+
+@pytest.mark.parametrize("time_s", [LONG_S, 3 * PATIENCE_S], ids=["of its own stages", "too late"])
+def test_a_replay_is_interrupted_that_loses_a_rank_which_it_needs_or_takes_too_long(time_s: float) -> None:
+    (own, other, third), call, begun_s = linked(3), Call(), time.monotonic()
+    with watched(Step(), own, call.release, finish_s=lambda lost: time_s if lost == 1 else 0.0) as watcher:
+        other.forget()
+        if time_s == LONG_S:
+            threading.Timer(2 * PATIENCE_S, third.forget).start()
+        with pytest.raises(Interrupted):
+            call.enter()
+        assert watcher.interrupted is Cause.PEER_LOST
+    assert 2 * PATIENCE_S < time.monotonic() - begun_s < LONG_S
+    third.forget()
+
+
+def test_sigterm_ends_a_replay_that_would_finish_its_iteration(handler: list[int]) -> None:
+    (own, other), call = linked(2), Call()
+    with watched(Step(), own, call.release, finish_s=lambda lost: LONG_S) as watcher:
+        other.forget()
+        threading.Timer(2 * PATIENCE_S, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        with pytest.raises(TerminationRequested):
+            call.enter()
+        assert watcher.interrupted is Cause.TOLD_TO_END
 
 
 def test_a_main_thread_that_leaves_meanwhile_is_not_interrupted() -> None:

@@ -285,6 +285,10 @@ class ProtectedSession(Session):
         """As `Session.interrupts_replay`."""
         return self.restart.is_interrupted(calls)
 
+    def needs(self, rank: int) -> bool:
+        replay = self.restart.replay
+        return replay is None or not replay.alone or rank in replay.members
+
     def rejoin(self) -> bool:
         if self.coordinator is None:
             outcome = self.restart.rejoin()

@@ -106,6 +106,10 @@ class Session:
         """
         return False
 
+    def needs(self, rank: int) -> bool:
+        """Whether what this rank does now needs that one, from any thread: a replay of some stages needs no others."""
+        return True
+
     def rejoin(self) -> bool:
         """Wait until all ranks stand at one iteration, and protect training from there on; whether it recovered."""
         return False

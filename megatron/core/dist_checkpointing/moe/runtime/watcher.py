@@ -5,7 +5,7 @@ behind a kernel that waits for the peer, where no handler of a signal runs eithe
 its links (`peer_links`) and of SIGTERM by a descriptor (`signal_bytes`), and then
 
 1. has patience: a main thread that still moves comes to a phase of the step, or to a failing collective, by itself,
-   and may keep more of its state there;
+   and may keep more of its state there; one that replays without the lost rank has time to finish its iteration;
 2. waits while the optimizer's step is in its protected part (decision 019), which needs no peer and has to end;
 3. forbids that another step begins, and has an error raised in the main thread as soon as that runs Python code: what
    the aborted kernels leave is garbage, and nothing may be decided by it;
@@ -85,6 +85,14 @@ class _Spot(NamedTuple):
     line: int
 
 
+class _News(NamedTuple):
+    """Bad news. lost: the rank whose connection ended; None: it is of no rank."""
+
+    lost: int | None
+    why: str
+    cause: Cause = Cause.PEER_LOST
+
+
 class MainThread:
     """Where the thread that made this object is, as another thread sees it."""
 
@@ -133,6 +141,7 @@ class Watcher:
         hang_up: Aborts communicators and closes connections.
         stall_s: How long it may stay in one place within an iteration though no peer is lost; None: for ever.
         is_in_iteration: Whether it is within one.
+        finish_s: How long it may continue without a rank that was lost, where it needs none such; 0 where it does.
     """
 
     def __init__(
@@ -146,11 +155,12 @@ class Watcher:
         hang_up: Callable[[], object] = close_connections,
         stall_s: float | None = None,
         is_in_iteration: Callable[[], bool] = lambda: False,
+        finish_s: Callable[[int], float] = lambda lost: 0.0,
     ) -> None:
         self._rank, self._session, self._patience_s = rank, session, patience_s
         self._links = links
         self._is_told, self._hang_up = is_told_by_signal, hang_up
-        self._stall_s, self._is_in_iteration = stall_s, is_in_iteration
+        self._stall_s, self._is_in_iteration, self._finish_s = stall_s, is_in_iteration, finish_s
         self._main, self._signals = MainThread(), SignalBytes()
         # Held to interrupt the main thread, and to stand down: whoever has left is not interrupted any more.
         self._lock, self._left = threading.Lock(), threading.Event()
@@ -194,25 +204,30 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._left.is_set() and self.interrupted is None:
-            why, cause = self._listen(self._look_s)
-            if why:
-                self._interrupt_when_stuck(why, cause)
+            news = self._listen(self._look_s)
+            if news is not None:
+                self._interrupt_when_stuck(news)
             elif self._stall_s is not None and self._stood_s() > self._stall_s:
                 self._interrupt(f"{self._stall_s:g} s passed", Cause.PEER_LOST, Stalled)
 
-    def _listen(self, timeout_s: float | None) -> tuple[str, Cause]:
-        """Wait for bad news: a sentence, or an empty one."""
+    def _listen(self, timeout_s: float | None) -> _News | None:
+        """Wait for bad news; of several, those that leave the main thread least time."""
         poll = select.poll()
         readers = {link.fileno(): link for link in self._links.sockets}
         # RDHUP: the rank at the other end has hung up, though nothing is there to be read.
         for descriptor in (self._wake, self._signals.reader.fileno(), *readers):
             poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
         ready = [descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
-        lost = [self._links.lost(readers[descriptor]) for descriptor in ready if descriptor in readers]
+        ended = [readers[descriptor] for descriptor in ready if descriptor in readers]
+        lost = [_News(rank, self._links.lost(link)) for link in ended for rank in [self._links.sockets[link]]]
         # Read in any case: bytes that stay would wake `poll` at once, again and again.
         if signal.SIGTERM in self._signals.read() and self._is_told():
-            return "told to end by SIGTERM", Cause.TOLD_TO_END
-        return next(filter(None, lost), ""), Cause.PEER_LOST
+            return _News(None, "told to end by SIGTERM", Cause.TOLD_TO_END)
+        return min((news for news in lost if news.why), key=self._time_for, default=None)
+
+    def _time_for(self, news: _News) -> float:
+        """How long the main thread may still do what needs none of the ranks that were lost."""
+        return 0.0 if news.lost is None else self._finish_s(news.lost)
 
     def _stood_s(self) -> float:
         """For how long the main thread has been seen in one place, if that is within an iteration."""
@@ -224,9 +239,17 @@ class Watcher:
         self._looked_s = now_s
         return now_s - self._since_s
 
-    def _interrupt_when_stuck(self, why: str, cause: Cause) -> None:
+    def _interrupt_when_stuck(self, news: _News) -> None:
         """Give the main thread time to come to an end by itself."""
-        log.info("rank %d: %s", self._rank, why)
+        log.info("rank %d: %s", self._rank, news.why)
+        begun_s = time.monotonic()
+        while time.monotonic() < begun_s + self._time_for(news):
+            worse = self._listen(_TICK_S)
+            if self._left.is_set():
+                return
+            if worse is not None:
+                news = worse
+                log.info("rank %d: %s", self._rank, news.why)
         until_s = time.monotonic() + MOVING_PATIENCE * self._patience_s
         place, since_s = self._main.place, time.monotonic()
         while time.monotonic() < min(until_s, since_s + self._patience_s):
@@ -235,7 +258,7 @@ class Watcher:
             now = self._main.place
             if now != place:
                 place, since_s = now, time.monotonic()
-        self._interrupt(why, cause)
+        self._interrupt(news.why, news.cause)
 
     def _interrupt(self, why: str, cause: Cause, lost: type[Interrupted] = Interrupted) -> None:
         where, until_s, is_forced = self._main.where, time.monotonic() + PROTECTED_S, False

@@ -315,6 +315,11 @@ class WorkerSlot:
         asks looks at `is_called_off` between two iterations."""
         (self._interruptible.clear if finishes else self._interruptible.set)()
 
+    @property
+    def finish_s(self) -> float:
+        """For how long connections are kept when others are lost; 0 unless it `finishes_first`, and keeps its slot."""
+        return FINISH_S if self.keeps and not self._interruptible.is_set() else 0.0
+
     def leave(self, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
         """This process has lost a peer and stays: wait for the rank that it gets now, and put it into the environment.
 
