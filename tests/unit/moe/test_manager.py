@@ -15,7 +15,14 @@ from stock_stand_in import one_rank
 from megatron.core import num_microbatches_calculator as batches
 from megatron.core.dist_checkpointing.moe import manager
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.errors import PeerLost, Terminated, UsageError
+from megatron.core.dist_checkpointing.moe.errors import (
+    NewProcessesNeeded,
+    PeerLost,
+    ReplayDiverged,
+    StoreFailure,
+    Terminated,
+    UsageError,
+)
 from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import iterations
@@ -217,11 +224,13 @@ def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_r
     [
         (PeerLost("rank 1 closed its connection"), Activity.LOST_A_PEER),
         (RuntimeError("Connection closed by peer [10.0.0.1]:7"), Activity.LOST_A_PEER),
+        (StoreFailure("storage is full"), Activity.LOST_A_PEER),
+        (NewProcessesNeeded("all ranks start again"), Activity.LOST_A_PEER),
         (RuntimeError("CUDA error"), Activity.LOADING),
     ],
 )
 @pytest.mark.parametrize("where", ["builds", "connects", "loads"])
-def test_a_launcher_sees_whether_a_peer_was_lost_before_training_began(
+def test_a_launcher_sees_whether_a_rank_is_to_blame_before_training_began(
     where: str, error: Exception, doing: Activity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -247,6 +256,26 @@ def test_a_launcher_sees_whether_a_peer_was_lost_before_training_began(
     with pytest.raises(type(error)), one_rank():
         starts[where]()
     own_heartbeat.cache_clear()
+    found = read_beat(tmp_path, os.getpid())
+    assert found is not None and found.doing is doing
+
+
+@pytest.mark.parametrize(
+    ("cause", "doing"),
+    [
+        (ReplayDiverged("it gave another loss"), Activity.LOST_A_PEER),
+        (StoreFailure("storage is full"), Activity.LOST_A_PEER),
+        (ValueError("a sample"), Activity.LEFT),
+    ],
+)
+def test_a_launcher_sees_that_no_rank_is_to_blame_for_what_ends_all_of_them(
+    cause: Exception, doing: Activity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Heartbeat(str(tmp_path))
+    monkeypatch.setattr(manager, "own_heartbeat", lambda: own)
+    block, error = running(Standing(cause=None), []), RuntimeError("training ends")
+    error.__cause__ = cause
+    assert not block.__exit__(RuntimeError, error, None)
     found = read_beat(tmp_path, os.getpid())
     assert found is not None and found.doing is doing
 
@@ -379,8 +408,8 @@ def test_what_fails_after_connections_were_given_up_is_nobodys_fault() -> None:
 class Standing:
     """A watcher that was interrupting the main thread, so that its first answer may be that error."""
 
-    def __init__(self, *errors: Exception) -> None:
-        self.errors, self.interrupted, self.stopped = list(errors), Cause.PEER_LOST, list[bool]()
+    def __init__(self, *errors: Exception, cause: Cause | None = Cause.PEER_LOST) -> None:
+        self.errors, self.interrupted, self.stopped = list(errors), cause, list[bool]()
 
     def stand_down(self) -> None:
         if self.errors:

@@ -129,3 +129,6 @@ class Terminated(MoECheckpointError):
     """The launcher asked this process to end (SIGTERM), as it does with all when one has failed."""
 
     exit_code = None
+
+OF_ALL_RANKS = (StoreFailure, NewProcessesNeeded, ReplayDiverged, NoExactState)
+"""What all ranks end with alike, for storage that fails or a state that is not there: no node is to blame."""

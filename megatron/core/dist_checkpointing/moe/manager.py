@@ -55,7 +55,7 @@ from .runtime.opening import leases_without_session
 from .runtime.peer_links import (
     close_connections,
     device_settings,
-    is_lost_peer,
+    is_blameless,
     process_group_backend,
     process_group_timeout_s,
     wrong_settings,
@@ -239,7 +239,7 @@ class MoECheckpointManager(Iterations):
                     cause = stood_down(watcher)
                 except MoECheckpointError:  # the main thread was about to be interrupted, and leaves anyway
                     cause = stood_down(watcher)
-                lost_a_peer = cause is not None or isinstance(error, Terminated) or is_lost_peer(error)
+                lost_a_peer = cause is not None or isinstance(error, Terminated) or is_blameless(error)
                 own_heartbeat().rest(lost_a_peer=lost_a_peer)
                 if self._session.protects and not self._finished:  # else this rank is gone soon enough
                     self.leave(error, cause)

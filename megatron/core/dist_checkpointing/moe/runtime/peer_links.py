@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ..device import device_thread
-from ..errors import PeerSilent, ranks_named
+from ..errors import OF_ALL_RANKS, PeerSilent, ranks_named
 from ..policy.determinism import NONDETERMINISTIC_OPTIONS, DeviceSettings
 from ..ports import PeerLost
 from ..replication.connections import hang_up, keep_alive
@@ -241,6 +241,15 @@ def is_lost_peer(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def is_blameless(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is no fault of this rank or its node."""
+    if is_lost_peer(error):
+        return True
+    while error is not None and not isinstance(error, OF_ALL_RANKS):
+        error = error.__cause__
+    return error is not None
 
 
 def close_connections() -> int:

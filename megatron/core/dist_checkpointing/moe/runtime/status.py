@@ -28,7 +28,7 @@ from ..replication.agreement import not_listed
 from ..snapshot.coordinator import ProtectionReport
 from ..standby.heartbeat import own_heartbeat, place_of
 from ..standby.slot import own_slot
-from .peer_links import close_connections, is_lost_peer
+from .peer_links import close_connections, is_blameless, is_lost_peer
 
 STATUS_VERSION = 1
 STATUS_FILE = "status.json"
@@ -233,14 +233,15 @@ def next_step(environment: Mapping[str, str], *, keeps: bool) -> str:
 
 def report_silence(error: BaseException) -> None:
     """This rank leaves because of others: let its launcher and them know, and name ranks that do not answer, if it was
-    a wait that timed out. Once in each start; does nothing for other errors.
+    a wait that timed out. Once in each start; for other errors it only lets the launcher know who is not to blame.
 
     Args:
         error: What this rank leaves with.
     """
+    if is_blameless(error):
+        own_heartbeat().rest(lost_a_peer=True)
     if not is_lost_peer(error):
         return
-    own_heartbeat().rest(lost_a_peer=True)
     start = ThisStart.of(os.environ)
     if start is None or (name := f"{start.host}:{start.port}/{start.number}") in _REPORTED:
         return

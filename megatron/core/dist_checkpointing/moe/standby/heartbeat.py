@@ -34,7 +34,7 @@ _SIZE = _LAYOUT.size + _PLACE.size
 
 class Activity(IntEnum):
     """What a worker does. One that loads, trains, or has come back to where all ranks stand, has to make progress; one
-    that lost a peer is not to blame."""
+    that lost a peer, or ends as all do, is not to blame."""
 
     STARTING = 0
     TRAINING = 1
