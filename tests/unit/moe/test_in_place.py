@@ -22,12 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
+from megatron.core.dist_checkpointing.moe.errors import PeerLost, ReplayDiverged
 from megatron.core.dist_checkpointing.moe.in_place import building, process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import InProcessRestart
 from megatron.core.dist_checkpointing.moe.megatron_state.quantization import forget_reductions
-from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
@@ -348,8 +348,8 @@ def test_modules_enter_their_scales_again_in_what_is_reduced_over_groups(monkeyp
 class Manager:
     """Protected training until the fault."""
 
-    def __init__(self, *, ends: bool = True, told: bool = False) -> None:
-        self.ends, self.is_told_to_end = ends, told
+    def __init__(self, *, ends: bool = True, told: bool = False, called_off: bool = False) -> None:
+        self.ends, self.is_told_to_end, self.called_off = ends, told, called_off
 
     def abandon(self) -> bool:
         return self.ends
@@ -362,13 +362,16 @@ class Manager:
         pytest.param(ValueError("its own"), True, Manager(), id="its own fault"),
         pytest.param(PeerLost("gone"), True, Manager(ends=False), id="a write that does not end"),
         pytest.param(PeerLost("gone"), True, Manager(told=True), id="told to end while it parked"),
+        pytest.param(MemoryError(), True, Manager(called_off=True), id="has no memory"),
+        pytest.param(torch.OutOfMemoryError(), True, Manager(called_off=True), id="has no memory on its device"),
+        pytest.param(ReplayDiverged("another loss"), True, Manager(called_off=True), id="its replay diverged"),
     ],
 )
 def test_a_process_that_cannot_stay_ends_with_the_error_that_it_had(
     error: Exception, may_stay: bool, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot, build = WorkerSlot(None), Build()
-    slot.may_stay, build.answers = may_stay, []
+    slot.may_stay, build.answers, slot.is_called_off = may_stay, [], manager.called_off
     monkeypatch.setattr(process_restart, "own_slot", lambda: slot)
     monkeypatch.setattr(process_restart, "own_build", lambda: build)
     monkeypatch.setattr(process_restart, "get_model_config", lambda _: SimpleNamespace())
@@ -404,10 +407,11 @@ def test_a_survivor_that_ends_has_said_whether_it_lost_a_peer_meanwhile(
     assert found is not None and found.doing is doing
 
 
-def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort of a communicator waits for graphs that have it, and ends before c10d forgets the group."""
+@pytest.fixture
+def staying(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this process does on its way, as one that was called off and stays."""
     calls: list[str] = []
-    left = SimpleNamespace(may_stay=True, is_called_off=False, leave=lambda *_, meanwhile: calls.append("slot left"))
+    left = SimpleNamespace(may_stay=True, is_called_off=True, leave=lambda *_, meanwhile: calls.append("slot left"))
     taken = SimpleNamespace(taken_down=lambda: calls.append("groups") or SimpleNamespace(find_holders=None))  # type: ignore[func-returns-value]
     monkeypatch.setattr(process_restart, "own_slot", lambda: left)
     monkeypatch.setattr(process_restart, "own_build", lambda: SimpleNamespace(answers=[]))
@@ -415,8 +419,29 @@ def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(m
     monkeypatch.setattr(process_restart, "as_in_new_process", lambda *_: None)
     monkeypatch.setattr(process_restart, "release", lambda _: calls.append("graphs and buffers"))
     monkeypatch.setattr(process_restart, "ProcessGroups", taken)
+    return calls
+
+
+def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(staying: list[str]) -> None:
+    """An abort of a communicator waits for graphs that have it, and ends before c10d forgets the group."""
     InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace()).stay(PeerLost("gone"), Manager())  # type: ignore[arg-type]
-    assert calls == ["graphs and buffers", "groups", "slot left"]
+    assert staying == ["graphs and buffers", "groups", "slot left"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_said"),
+    [(ValueError("a sample"), True), (PeerLost("gone"), False), (RuntimeError("Connection reset by peer"), False)],
+)
+def test_an_error_that_may_be_its_own_is_said_with_its_traceback_where_the_process_stays(
+    error: Exception, is_said: bool, staying: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        raise error
+    except type(error) as raised:
+        InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace()).stay(raised, Manager())  # type: ignore[arg-type]
+    assert staying[-1] == "slot left"
+    assert bool(caplog.records) == is_said
+    assert ("ValueError: a sample" in caplog.text and "raise error" in caplog.text) == is_said
 
 
 def test_a_survivor_whose_connecting_is_called_off_leaves_it_behind_and_it_never_continues() -> None:

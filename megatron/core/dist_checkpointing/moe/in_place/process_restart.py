@@ -38,7 +38,7 @@ from megatron.core.utils import get_model_config, get_te_version, is_te_min_vers
 
 from ..core_versions.training import as_in_new_process
 from ..device import device_thread
-from ..errors import PeerLost, Terminated
+from ..errors import NewProcessesNeeded, NoExactState, PeerLost, ReplayDiverged, Terminated
 from ..megatron_state.quantization import forget_reductions
 from ..recovery.timeline import Milestone, Timestamps
 from ..runtime.opening import RECOVERY_PATIENCE
@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 SEAT_S = 900.0
 """How long a rank waits to be let continue: nodes may have to be replaced, and their processes to start."""
 _DEVICE_S = 10.0
+_OWN = (MemoryError, torch.OutOfMemoryError, NewProcessesNeeded, NoExactState, ReplayDiverged)
+"""What no connection raises that others have closed."""
 
 
 class AbandonedManager(Protocol):
@@ -108,6 +110,9 @@ class InProcessRestart:
             if why:
                 log.info("cannot recover in place, another process takes this rank: %s", why)
             raise error
+        if manager is not None and not is_lost_peer(error):
+            # Closed connections raise errors of many kinds: one of this rank's own cannot be told from them.
+            log.error("this rank stays for the restart of training; its iteration ended with", exc_info=error)
         # Order matters. Frames go first: locals of the interrupted iteration refer to work handles and process groups,
         # which `replace` could not exchange there.
         _clear_frames(error)
@@ -139,7 +144,8 @@ class InProcessRestart:
 def _has_to_end(error: BaseException, chunks: Sequence[torch.nn.Module]) -> str | None:
     """Why this process cannot stay; empty where that goes without saying, None where it can."""
     slot = own_slot()
-    if not slot.may_stay or isinstance(error, Terminated) or not (is_lost_peer(error) or slot.is_called_off):
+    is_others = is_lost_peer(error) or (slot.is_called_off and not isinstance(error, _OWN))
+    if not slot.may_stay or isinstance(error, Terminated) or not is_others:
         return ""
     if own_build().answers is None:
         return "others could not build beside it"
