@@ -53,11 +53,13 @@ class _Executor(_DistributedRendezvousOpExecutor):
     came, and `trained`, for each name the last round in which it had a place.
 
     was_redundant: whether this node has seen that the job has no place for it, or trains without its unit, since the
-    handler began to meet. since_s: when that was.
+    handler began to meet. since_s: when that was. checked_again: called before it takes a place; whether it took so
+    long that the state has to be looked at again.
     """
 
     was_redundant = False
     since_s = 0.0
+    checked_again: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -81,8 +83,10 @@ class _Executor(_DistributedRendezvousOpExecutor):
             if state.complete and context.node not in state.participants and not self._was_in_round(state):
                 self.was_redundant = True
             action = state_handler(context, deadline)
-            if action is not _Action.ADD_TO_PARTICIPANTS or self._may_join(state):
+            if action is not _Action.ADD_TO_PARTICIPANTS:
                 return action
+            if self._may_join(state):
+                return _Action.SYNC if self.checked_again() else action
             if self._node not in state.wait_list:
                 return _Action.ADD_TO_WAIT_LIST
             return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
@@ -179,14 +183,32 @@ class SpareHandler(NodesHandler):
     When all meet again after a failure, torchrun's leaves the node that comes too late in the list of those that want
     in, and not among the redundant ones: the others would restart for it again and again, it would give up after a
     while, and take the end of the job for a failure. See `_Executor`; until this node has looked, nobody restarts.
+
+    due_check: gives what this node has to pass before it takes a place; None: nothing now.
     """
+
+    due_check: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._executor = _Executor(self._this_node, self._state_holder, self._settings)
         self._op_executor = self._executor
+        self._executor.checked_again = self._checked_again
         self._trained = False
         self._reported: list[str] = []
+
+    def _checked_again(self) -> bool:
+        """Check this node where that is due, as for a spare that waited for days; whether it was. Others keep its place
+        meanwhile, and if it raises, none was taken."""
+        check = self.due_check()
+        if check is None:
+            return False
+        self._start_heartbeats()
+        try:
+            check()
+        finally:
+            self._stop_heartbeats()
+        return True
 
     @property
     def _is_full(self) -> bool:

@@ -109,13 +109,7 @@ class StandbyAgent(NodeAgent):
         codes = {slot: process.exit_code for slot, process in self._slots.items()}
         left = {slot: 1 for slot, process in self._slots.items() if process.has_left}
         if failed := left | {slot: code for slot, code in codes.items() if code}:
-            return RunResult(
-                state=WorkerState.FAILED,
-                failures={
-                    worker_group.workers[slot].global_rank: ProcessFailure(slot, self._slots[slot].pid, code, "<NONE>")
-                    for slot, code in failed.items()
-                },
-            )
+            return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group, failed))
         if all(code == 0 for code in codes.values()):
             return RunResult(
                 state=WorkerState.SUCCEEDED,
@@ -126,6 +120,13 @@ class StandbyAgent(NodeAgent):
                 self._word.tell()
             self._refill()
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _failures(self, group: WorkerGroup, codes: Mapping[int, int]) -> dict[int, ProcessFailure]:
+        """As torch has them, of slots with these exit codes."""
+        return {
+            group.workers[slot].global_rank: ProcessFailure(slot, self._slots[slot].pid, code, "<NONE>")
+            for slot, code in codes.items()
+        }
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._restarts = True

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as launcher
 
 from megatron.core.dist_checkpointing.moe.boot_clock import since_boot_s, started
@@ -37,11 +38,14 @@ from megatron.pretrain.standby.agent import StandbyAgent
 from megatron.pretrain.standby.health_check import SILENT_S, FailureCounter, HungRanks, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
 from megatron.pretrain.standby.node_agent import NodeAgent
+from megatron.pretrain.standby.process import SlotProcess
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often heartbeats are read."""
+RECHECK_S = 60.0
+"""After so long a node that is about to start ranks, such as a spare, is checked again."""
 _TRAINED = (Activity.TRAINING, Activity.REJOINED)
 STACKS_S = 1.0
 """How long processes may take to print their stacks before any is killed."""
@@ -70,17 +74,30 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         self._ran_s, self._stands = dict[int, float](), dict[int, tuple[str, float]]()
         self._printed = set[tuple[int, bool]]()
         self._killed, self._blameless = set[int](), set[int]()
+        self._checked_s, self._is_charged = 0.0, False
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        check_health(self._hygiene.health_check, self._hygiene.health_s)
+        self._check_health()
+        if isinstance(handler := worker_group.spec.rdzv_handler, SpareHandler):
+            handler.due_check = self._due_check
         super()._rendezvous(worker_group)
         self._began_s.clear()  # ranks are about to start, and may have numbers of some that have ended
+        self._is_charged = False
+
+    def _check_health(self) -> None:
+        check_health(self._hygiene.health_check, self._hygiene.health_s)
+        self._checked_s = time.monotonic()
+
+    def _due_check(self) -> Callable[[], None] | None:
+        """The health check, where the last one is too old for ranks to start."""
+        is_due = self._hygiene.health_check and time.monotonic() > self._checked_s + RECHECK_S
+        return self._check_health if is_due else None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.kill_hung_ranks()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._hygiene.strikes:
-            self._note_failures(result)
+            self._note_failures(result.failures)
         return result
 
     def run(self, *arguments: Any, **options: Any) -> RunResult:
@@ -100,18 +117,19 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         """Of the ranks of this node, by local rank."""
         raise NotImplementedError
 
-    def _note_failures(self, result: RunResult) -> None:
-        """Count them where a rank of this node is to blame. Raises NodeExcluded where that was once too often."""
-        for rank, failure in sorted(result.failures.items()):
+    def _note_failures(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Count them, once between two starts, where a rank of this node is to blame. Raises NodeExcluded where that
+        was once too often."""
+        for rank, failure in sorted(failures.items()):
             pid, code = failure.pid, failure.exitcode
-            if pid in self._blameless or not is_to_blame(code, self._said(pid), signal.SIGTERM):
+            if self._is_charged or pid in self._blameless or not is_to_blame(code, self._said(pid), signal.SIGTERM):
                 continue
+            self._is_charged = True
             count, most, within_s = self._strikes.add(time.monotonic()), self._hygiene.strikes, self._hygiene.within_s
             what = f"rank {rank} ended with exit code {code}"
             log.warning("%s: %s, failure %d of %d within %g s", node_name(), what, count, most, within_s)
             if self._strikes.are_out:
                 raise NodeExcluded(f"its own ranks failed {count} times within {within_s:g} s, at last {what}")
-            return
 
     def kill_hung_ranks(self) -> None:
         """Look at the ranks of this node, kill those that hang, and say so."""
@@ -225,6 +243,20 @@ class HealthStandbyAgent(_HealthChecks, StandbyAgent):
 
     def _pids(self) -> dict[int, int]:
         return {slot: process.pid for slot, process in self._slots.items()}
+
+    def _those_that_stay(self, group: WorkerGroup) -> dict[str, SlotProcess]:
+        # A rank that fails says so, hangs up, and takes a while to end: its neighbours leave first. Those that had not
+        # failed by now are told to leave, and may end with errors for want of connections.
+        failing = [slot for slot, one in self._slots.items() if one.exit_code or self._has_failed(one.pid)]
+        staying = super()._those_that_stay(group)
+        if self._hygiene.strikes:
+            codes = {slot: code for slot in failing if (code := self._slots[slot].exit_code)}
+            self._note_failures(self._failures(group, codes))
+        return staying
+
+    def _has_failed(self, pid: int) -> bool:
+        said = self._said(pid)
+        return said is not None and said.doing is Activity.LEFT
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import random
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -229,6 +231,43 @@ def test_survivors_keep_their_places_however_fast_standbys_are(
         assert play(agents[4:], seed) == {}, "not all have met, however often standbys look"
     (first, *_) = [name for name, _ in vars(agents[1].state)["line"].values() if name in "456"]
     assert set(play(agents[1:], seed)) == {"1", "2", "3", first}
+
+
+class Sick(Exception):
+    """A node does not pass its check."""
+
+
+@pytest.mark.parametrize("is_sick", [False, True])
+def test_a_spare_whose_check_is_due_passes_it_beside_its_heartbeats_before_it_takes_a_place(
+    is_sick: bool, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, checked = Backend(), list[bool]()
+    agents = [Agent(f"{number}", backend, monkeypatch, unit_nodes=1) for number in range(5)]
+    spare = agents[4]
+    handler = SpareHandler(spare.node, spare.settings, "", HashStore(), spare.holder)
+    spare.executor = handler._executor
+
+    def beating() -> bool:
+        return any("KeepAlive" in thread.name for thread in threading.enumerate())
+
+    def check() -> None:
+        checked.append(beating() and spare.node not in spare.holder.state.participants)
+        if is_sick:
+            raise Sick
+
+    handler.due_check = lambda: None if checked else check
+    assert len(play(agents[:4], 0)) == 4
+    assert play([spare], 0) == {}
+    assert not checked
+    agents[0].die()
+    for one in agents[1:4]:
+        one.leave()
+    assert play(agents[1:4], 0) == {}
+    with pytest.raises(Sick) if is_sick else contextlib.nullcontext():
+        assert set(play(agents[1:], 0)) == {"1", "2", "3", "4"}
+    assert checked == [True]
+    assert not beating()
+    assert (spare.node in agents[1].state.participants) != is_sick
 
 
 def half_unit_of_an_elastic_job(play: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, list[Agent]]:

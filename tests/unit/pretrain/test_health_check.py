@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -32,8 +32,10 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     read_beat,
     stacks_signal,
 )
+from megatron.pretrain.spare_nodes import SpareHandler
+from megatron.pretrain.standby import agent as agents
 from megatron.pretrain.standby import health_agent, health_check
-from megatron.pretrain.standby.health_agent import HealthAgent, NodeExcluded, check_health
+from megatron.pretrain.standby.health_agent import HealthAgent, HealthStandbyAgent, NodeExcluded, check_health
 from megatron.pretrain.standby.health_check import FIRST, START, FailureCounter, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
 from megatron.pretrain.standby.run import parse_options
@@ -532,6 +534,71 @@ def test_nothing_of_an_earlier_process_of_its_number_is_known_of_a_rank(monkeypa
         killed = process.poll()
         process.kill()
     assert killed == -signal.SIGKILL, "that one was killed, not this one"
+
+
+class Slot:
+    """A process that stays where it has left, and otherwise ends once it is told to leave."""
+
+    stays, finish_s, problem = True, 0.0, ""
+
+    def __init__(self, pid: int, *, has_left: bool) -> None:
+        self.pid, self.has_left, self.exit_code = pid, has_left, cast("int | None", None)
+
+    def hear(self) -> None:
+        pass
+
+    def call_off(self) -> None:
+        self.exit_code = 1
+
+
+@pytest.mark.parametrize(("said", "is_charged"), [(Activity.LEFT, True), (Activity.TRAINING, False)])
+def test_a_rank_that_fails_is_charged_once_though_its_neighbour_leaves_first_and_none_that_was_well_till_then(
+    said: Activity, is_charged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HealthStandbyAgent.__mro__[2], "__init__", lambda agent, standbys: None)
+    beats = {11: beat(0, doing=Activity.LOST_A_PEER), 12: beat(0, doing=said)}
+    monkeypatch.setattr(health_agent, "read_beat", lambda folder, pid: beats[pid])
+    monkeypatch.setattr(HealthStandbyAgent, "_environments", lambda agent, group: {0: {}, 1: {}})
+    monkeypatch.setattr(agents, "_identity", str)
+    agent = HealthStandbyAgent(standbys=1, hygiene=HealthOptions(strikes=2, within_s=60.0))
+    group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=4), SimpleNamespace(global_rank=5)])
+    for failures in (1, 2):
+        slots: dict[int, Any] = {0: Slot(11, has_left=True), 1: Slot(12, has_left=False)}
+        vars(agent).update(_slots=slots, _standbys=[], _wanted=1, _is_charged=False)
+        agent._note_failures(agent._failures(group, {0: 1}))
+        assert not [one for one in caplog.messages if "rank 4" in one]
+        with pytest.raises(NodeExcluded) if is_charged and failures == 2 else contextlib.nullcontext():
+            assert list(agent._those_that_stay(group).values()) == [slots[0]]
+        agent._note_failures(agent._failures(group, {1: 1}) if is_charged else {})
+        line = f"rank 5 ended with exit code 1, failure {failures} of 2 within 60 s"
+        assert sum(line in one for one in caplog.messages) == is_charged, caplog.messages
+
+
+def test_a_node_that_has_waited_for_long_is_checked_again_before_its_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HealthAgent.__mro__[2], "__init__", lambda agent: None)
+    handler, later_s, ran = object.__new__(SpareHandler), [0.0], tmp_path / "ran"
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(later_s))
+    monkeypatch.setattr(health_agent, "time", clock)
+
+    def waits(agent: object, group: object) -> None:
+        assert handler.due_check() is None
+        for times in (2, 3):
+            later_s.append(health_agent.RECHECK_S)
+            check = handler.due_check()
+            assert check is not None
+            if times == 3:
+                (tmp_path / "sick").touch()
+            check()
+            assert handler.due_check() is None
+            assert ran.read_text() == "\n" * times
+
+    monkeypatch.setattr(HealthAgent.__mro__[2], "_rendezvous", waits)
+    agent = HealthAgent(hygiene=HealthOptions(health_check=f"echo >> {ran}; test ! -e {tmp_path}/sick"))
+    with pytest.raises(NodeExcluded, match="health check ended with exit code 1"):
+        agent._rendezvous(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))  # type: ignore[arg-type]
+    assert ran.read_text() == "\n" * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
