@@ -245,8 +245,8 @@ class HealthStandbyAgent(_HealthChecks, StandbyAgent):
         return {slot: process.pid for slot, process in self._slots.items()}
 
     def _those_that_stay(self, group: WorkerGroup) -> dict[str, SlotProcess]:
-        # A rank that fails says so, hangs up, and takes a while to end: its neighbours leave first. Those that had not
-        # failed by now are told to leave, and may end with errors for want of connections.
+        # A rank that fails says so, hangs up, and takes a while to end: its neighbours leave first. The others have to
+        # leave now, and may end with errors for want of connections.
         failing = [slot for slot, one in self._slots.items() if one.exit_code or self._has_failed(one.pid)]
         staying = super()._those_that_stay(group)
         if self._hygiene.strikes:

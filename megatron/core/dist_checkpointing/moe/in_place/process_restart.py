@@ -111,7 +111,7 @@ class InProcessRestart:
                 log.info("cannot recover in place, another process takes this rank: %s", why)
             raise error
         if manager is not None and not is_lost_peer(error):
-            # Closed connections raise errors of many kinds: one of this rank's own cannot be told from them.
+            # Closed connections raise errors of many kinds: one of this rank's own looks no different.
             log.error("this rank stays for the restart of training; its iteration ended with", exc_info=error)
         # Order matters. Frames go first: locals of the interrupted iteration refer to work handles and process groups,
         # which `replace` could not exchange there.

@@ -211,7 +211,7 @@ class Watcher:
                 self._interrupt(f"{self._stall_s:g} s passed", Cause.PEER_LOST, Stalled)
 
     def _listen(self, timeout_s: float | None) -> _News | None:
-        """Wait for bad news; of several, those that leave the main thread least time."""
+        """Wait for bad news; of several, what leaves the main thread least time."""
         poll = select.poll()
         readers = {link.fileno(): link for link in self._links.sockets}
         # RDHUP: the rank at the other end has hung up, though nothing is there to be read.
