@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import run
 
-from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME, verdict_of_ranks
+from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
 from megatron.pretrain.standby.health_options import HealthOptions
@@ -73,7 +73,8 @@ def _told_to_end(number: int, _frame: FrameType | None) -> None:
 
 def _lead(argv: Sequence[str]) -> int:
     """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
-    from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents  # once Megatron-Core is skipped
+    from megatron.core.dist_checkpointing.moe.standby.verdict import verdict_of_ranks  # once Megatron-Core is skipped
+    from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
     try:
         # Without SIGTERM among them: torchrun would replace our handler once it starts ranks.

@@ -130,5 +130,6 @@ class Terminated(MoECheckpointError):
 
     exit_code = None
 
+
 OF_ALL_RANKS = (StoreFailure, NewProcessesNeeded, ReplayDiverged, NoExactState)
 """What all ranks end with alike, for storage that fails or a state that is not there: no node is to blame."""

@@ -281,7 +281,7 @@ FEATURES: tuple[Feature, ...] = (
         _UNTESTED,
     ),
     Feature(
-        "`--freeze-experts`, of `pretrain_gpt_moe.py`",
+        "`pretrain_gpt_moe.py --freeze-experts`",
         Works(f"{_STOCK}frozen.py::test_frozen_experts_are_copied_once_and_come_back_to_the_bit"),
         Absent("freeze them in a hook of the model provider"),
         Absent("call `requires_grad_(False)` before the optimizer is built"),
@@ -380,15 +380,15 @@ FEATURES: tuple[Feature, ...] = (
         Untested("as in Megatron-LM's loop; `manager.forward_backward` goes around the graph"),
     ),
     Feature(
-        "`--moe-ckpt-log-expert-tokens`, of `pretrain_gpt_moe.py`",
+        "`pretrain_gpt_moe.py --moe-ckpt-log-expert-tokens`",
         Works(_RECOUNTED),
-        Refused("writes to --metrics-jsonl of pretrain_gpt_moe.py; leave it out"),
-        Refused("writes to --metrics-jsonl of pretrain_gpt_moe.py: take them from what `after_step` returns"),
+        Refused("needs --metrics-jsonl; leave it out"),
+        Refused("needs --metrics-jsonl: use what `after_step` returns"),
         "log_expert_tokens",
         (True,),
     ),
     Feature(
-        "metrics, `--metrics-*`, of `pretrain_gpt_moe.py`; elsewhere: `report` of `stock.protected`",
+        "metrics, `pretrain_gpt_moe.py --metrics-*`",
         Works(f"{_STOCK}metrics.py::test_a_killed_job_tells_all_sinks_of_its_recovery"),
         Absent("Megatron-Bridge has its own"),
         Untested("`after_step` returns them"),
