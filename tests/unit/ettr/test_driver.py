@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated import EXPERTS, LAYERS, RANKS, Simulation
+from simulated import EXPERTS, LAYERS, RANKS, Simulation, journal_of
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES, Job, Strategy, Throughput
@@ -25,9 +25,10 @@ def counts_of(rank: int, iteration: int) -> Mapping[int, tuple[int, ...]]:
     return {layer: tuple(2 * expert + 1 for expert in range(EXPERTS)) for layer in range(LAYERS)}
 
 
-def summed() -> list[list[int]]:
-    """Those of all ranks."""
-    return [[RANKS * count for count in counts_of(0, 1)[layer]] for layer in range(LAYERS)]
+def summed(iteration: int) -> list[list[int]]:
+    """Those of all ranks; none where the step was skipped."""
+    ranks = 0 if journal_of(0, iteration).skipped else RANKS
+    return [[ranks * count for count in counts_of(0, 1)[layer]] for layer in range(LAYERS)]
 
 
 class Recorded:
@@ -82,7 +83,7 @@ def test_plans_are_those_of_a_job_under_the_real_coordinator(
         Simulation(config, iterations=ITERATIONS, counts=counts_of, each=lambda job, rank: job.world.sleep(1.0)).run(
             seed=0
         )
-    driver = Driver(recorded.jobs[0], lambda iteration: summed())
+    driver = Driver(recorded.jobs[0], summed)
     plans = [plan for plan in (driver.iterate() for _ in range(ITERATIONS)) if plan is not None]
     of_ranks = [of_rank for of_rank in recorded.plans if of_rank]
     assert len(of_ranks) == RANKS

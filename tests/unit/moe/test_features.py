@@ -90,7 +90,7 @@ def test_names_of_features_are_theirs_alone_and_settings_are_those_of_the_flags(
 )
 def test_a_loop_refuses_what_the_table_says_and_nothing_else(feature: Feature, loop: Loop, value: Any) -> None:
     said, cell = refusal(loop, asking(feature, value)), feature.cell(loop)
-    name = f"--moe-ckpt-{feature.setting.replace('_', '-')} {value}"
+    name = f"--moe-ckpt-{feature.setting.replace('_', '-')}" + ("" if value is True else f" {value}")
     assert said == (f"{name} {cell.reason}" if isinstance(cell, Refused) else "")
 
 

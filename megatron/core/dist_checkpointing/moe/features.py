@@ -383,7 +383,7 @@ FEATURES: tuple[Feature, ...] = (
         "`pretrain_gpt_moe.py --moe-ckpt-log-expert-tokens`",
         Works(_RECOUNTED),
         Refused("needs --metrics-jsonl; leave it out"),
-        Refused("needs --metrics-jsonl: use what `after_step` returns"),
+        Untested("`after_step` returns them"),
         "log_expert_tokens",
         (True,),
     ),
@@ -410,4 +410,5 @@ def refusals(loop: Loop, config: MoECheckpointConfig) -> Iterator[str]:
         cell = feature.cell(loop)
         if isinstance(cell, Refused) and feature.is_asked_for(config):
             value = getattr(config, feature.setting)
-            yield f"--{MoECheckpointConfig.PREFIX}{feature.setting.replace('_', '-')} {value} {cell.reason}"
+            given = "" if value is True else f" {value}"
+            yield f"--{MoECheckpointConfig.PREFIX}{feature.setting.replace('_', '-')}{given} {cell.reason}"
