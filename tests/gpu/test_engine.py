@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_commands import bounded, ending  # Megatron-Core takes an engine that is compiled
+from gpu_commands import bounded, ending, left_s  # Megatron-Core takes an engine that is compiled
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: kernels of Transformer Engine were not tested"
 )
 
 Record = Callable[..., None]
-COMPILE_S = 500
+COMPILE_S, MOSTLY_S = 500, 240
 
 
 def extension() -> str:
@@ -53,7 +53,7 @@ def compiled(site: Path, folder: Path) -> tuple[Path, subprocess.CompletedProces
     return library, done
 
 
-@pytest.mark.takes(240)
+@pytest.mark.takes(10)
 def test_the_extension_is_compiled_for_the_torch_that_is_here(record: Record, tmp_path: Path) -> None:
     site, out = Path(os.environ.get("MOE_CKPT_GPU_TE", "/missing")), Path(os.environ["MOE_CKPT_GPU_OUT"])
     if not site.is_dir():
@@ -63,6 +63,8 @@ def test_the_extension_is_compiled_for_the_torch_that_is_here(record: Record, tm
     if kept:
         shutil.copy2(kept[0], site / f"transformer_engine_torch.{sysconfig.get_config_var('SOABI')}.so")
         return
+    if left_s() < MOSTLY_S:
+        pytest.skip(f"the budget: compiling the extension takes {MOSTLY_S} s, {left_s():.0f} s are left")
     begun_s = time.monotonic()
     library, done = compiled(site, tmp_path / "source")
     record("compiled the extension", seconds=time.monotonic() - begun_s, exit_code=done.returncode)

@@ -258,7 +258,8 @@ def test_each_test_of_a_gpu_is_in_one_step() -> None:
     steps = [step for part in gpu_check.PARTS.values() for one in part.steps for step in gpu_check.at_once(one)]
     assert len(tests) > 40
     found = {test: [step for step in steps if holds(step, test)] for test in tests}
-    assert {test: those for test, those in found.items() if len(those) != 1} == {}
+    several = [those for test, those in found.items() if len(those) != 1]
+    assert several == [["test_engine.py", "test_engine.py -k compiled"]], "what the large model needs as well"
 
 
 def test_jobs_of_the_check_have_data_for_each_split_and_ids_of_their_own(tmp_path: Path) -> None:
