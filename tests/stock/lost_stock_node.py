@@ -21,11 +21,11 @@ def take_time() -> None:
     """Ranks that are fewer than there were let other nodes come while they train."""
     ends_training = Growth.ends_training
 
-    def late(growth: Growth, iteration: int) -> bool:
+    def late(growth: Growth, iteration: int, **begins: bool) -> bool:
         if iteration < int(os.environ["ALONE_TO"]):
             return False
         time.sleep(float(os.environ["ALONE_S"]))
-        return ends_training(growth, iteration)
+        return ends_training(growth, iteration, **begins)
 
     Growth.ends_training = late  # type: ignore[method-assign]
 
