@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.moe.errors import (
-    CheckpointFailure,
     MoECheckpointError,
     NewProcessesNeeded,
-    NoExactState,
     PeerLost,
     ReplayDiverged,
     StoreFailure,
@@ -31,7 +29,6 @@ def driver_errors() -> Iterator[None]:
         raise TrainingFailure(f"{error}; leaving, so that the job can be restarted") from error
     except ReplayDiverged as error:
         raise TrainingFailure(f"{error}; leaving, so that a restart takes another way back") from error
-    except (CheckpointFailure, NoExactState) as error:
-        raise PretrainError(str(error)) from error
     except MoECheckpointError as error:
-        raise InvalidInput(str(error)) from error
+        kind = InvalidInput if error.exit_code == InvalidInput.exit_code else PretrainError
+        raise kind(str(error)) from error

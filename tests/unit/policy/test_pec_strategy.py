@@ -275,7 +275,7 @@ def test_every_expert_is_persisted_in_so_many_writes(
 
 
 def test_experts_that_writes_keep_missing_are_rescued_however_many_there_are() -> None:
-    """Every second snapshot is persisted, and K experts in turn are even ones then."""
+    """Every second snapshot is persisted, and of experts in turn those meet every second one only."""
     experts = 384
     pec = Pec(job_of(replace(STORING, persist_interval=2), Topology(1), layers=1, experts=experts))
     counts, missed = [[1] * experts], set[OperatorId]()

@@ -2,7 +2,7 @@
 
 All ranks vote behind each iteration of which a snapshot is due, see `standby.joining`. The loop then leaves as it does
 for `--exit-interval`, memory is kept, and the launcher starts all ranks again in the larger layout. Snapshots of `full`
-are a whole state: where none begins, since earlier ones are still under way, training goes on to the next. Those of
+are a whole state: where none begins, since earlier ones are still under way, training continues to the next. Those of
 other strategies are not, so the loop saves a checkpoint before it leaves.
 """
 
