@@ -30,6 +30,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.pretrain.exit_noise import end_failed_rank
 from megatron.pretrain.loop import Parts, run
 from megatron.pretrain.model_options import freeze_experts, fuse_weight_gradients, with_local_norms
 from megatron.pretrain.warm_up import warm_up
@@ -188,7 +189,8 @@ def parts() -> Parts:
 
 def command() -> None:
     """`moe-ckpt-pretrain`, which torchrun starts with `--no-python`."""
-    sys.exit(main(sys.argv[1:]))
+    if code := main(sys.argv[1:]):
+        end_failed_rank(code)
 
 
 if __name__ == "__main__":

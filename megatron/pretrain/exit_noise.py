@@ -5,6 +5,7 @@ Imports nothing that takes time: Ctrl-C may come while the rest is imported.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
@@ -59,6 +60,20 @@ def end_with(program: Callable[[], int]) -> NoReturn:
     except Exception:
         sys.excepthook(*sys.exc_info())
         code = 1
+    _end_at_once(code)
+
+
+def end_failed_rank(code: int) -> NoReturn:
+    """Run the exit handlers of this process, and end it with this exit code without freeing anything.
+
+    Python would look through all that torch and Megatron-LM have imported for a second or more, and a launcher starts
+    no rank again before all have ended.
+    """
+    atexit._run_exitfuncs()
+    _end_at_once(code)
+
+
+def _end_at_once(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, a full disk, closed
             stream.flush()

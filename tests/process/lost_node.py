@@ -47,4 +47,4 @@ def lose_node() -> None:
 if __name__ == "__main__":
     pretrain_gpt_moe.warm_up = warm_up
     faults.FaultInjector.__init__.__defaults__ = (lose_node,)
-    sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))
+    pretrain_gpt_moe.command()

@@ -221,4 +221,4 @@ if __name__ == "__main__":
     WorkerSlot.training = training  # type: ignore[method-assign]
     if os.environ.get("KEEP") == "0":
         WorkerSlot.keep = lambda *_: None  # type: ignore[method-assign]
-    sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))
+    pretrain_gpt_moe.command()

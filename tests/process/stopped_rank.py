@@ -49,4 +49,4 @@ if __name__ == "__main__":
     pretrain_gpt_moe.model_provider = built
     FaultInjector.__init__.__defaults__ = (stop,)
     FaultInjector.reached = reached  # type: ignore[method-assign]
-    sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))
+    pretrain_gpt_moe.command()

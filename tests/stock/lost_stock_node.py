@@ -34,4 +34,4 @@ if __name__ == "__main__":
     if float(os.environ["ALONE_S"]) and os.environ["WORLD_SIZE"] != os.environ["MOST_RANKS"]:
         take_time()
     faults.FaultInjector.__init__.__defaults__ = (lose_node,)
-    sys.exit(pretrain_gpt_moe.main(sys.argv[1:]))
+    pretrain_gpt_moe.command()

@@ -75,6 +75,20 @@ def test_a_launcher_ends_with_its_code_whatever_destructors_do(program: str, cod
     assert ended.stderr.count("ZeroDivisionError") == (code == 1) and ended.stdout == ("" if redirected else "1\n")
 
 
+def test_a_failed_rank_runs_its_exit_handlers_and_frees_nothing() -> None:
+    program = """
+import atexit, os
+from megatron.pretrain.exit_noise import end_failed_rank
+class Freed:
+    __del__ = lambda self: os.write(1, b"freed")
+kept = Freed()
+atexit.register(print, "registered")
+end_failed_rank(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "registered\n", "")
+
+
 def test_ranks_and_standbys_are_known_by_what_launchers_give_them() -> None:
     assert DESCRIPTOR in OF_LAUNCHERS
 
