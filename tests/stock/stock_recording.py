@@ -357,7 +357,7 @@ def traced(folder: str) -> Iterator[None]:
         yield
     finally:
         functions = [
-            (code.co_filename.removeprefix(engine), code.co_firstlineno, _length(code))
+            (code.co_filename.removeprefix(engine), code.co_firstlineno, *_length(code))
             for code in entered
             # No bodies of modules and classes, nor what runs at import for `def name[T]`.
             if code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<generic parameters")
@@ -366,9 +366,9 @@ def traced(folder: str) -> Iterator[None]:
         path.write_text(json.dumps({"functions": functions, "frames": frames}))
 
 
-def _length(code: CodeType) -> int:
-    """Lines of a function, without its docstring."""
+def _length(code: CodeType) -> tuple[int, int]:
+    """Lines of a function, and how many of them are its docstring."""
     # CPython puts a docstring first among the constants of a function; a lambda has none.
     first = code.co_consts[0] if code.co_consts and not code.co_name.startswith("<") else None
     said = first.count("\n") + 1 if isinstance(first, str) else 0
-    return max(line or 0 for *_, line in code.co_lines()) - code.co_firstlineno + 1 - said
+    return max(line or 0 for *_, line in code.co_lines()) - code.co_firstlineno + 1, said

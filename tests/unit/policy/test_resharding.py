@@ -20,12 +20,12 @@ from megatron.core.dist_checkpointing.moe.policy.resharding import (
     StoredRange,
     common,
     freed_by,
-    is_same_layout,
     one_value,
     plan_reads,
     source_rank,
 )
 from megatron.core.dist_checkpointing.moe.types import Topology
+from megatron.core.dist_checkpointing.moe.types.layout import is_same_layout
 
 
 def test_other_buckets_make_another_layout_but_not_of_snapshots_of_before_which_do_not_tell_theirs() -> None:

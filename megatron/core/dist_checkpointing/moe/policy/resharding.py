@@ -15,13 +15,12 @@ nothing here: layers and experts are numbered over the whole model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ..errors import UnreadableCheckpoint
 from ..types import Topology
-from ..types.layout import Json
 
 _KEY = re.compile(
     r"(?P<name>[^\[]+?)(?:/tp(?P<part>\d+)of(?P<parts>\d+))?(?:/rank(?P<own_of>\d+))?"
@@ -30,20 +29,6 @@ _KEY = re.compile(
 
 _OF_THE_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 _PADDED = "the vocabulary is padded to another number (--make-vocab-size-divisible-by)"
-
-
-BUCKETS = "buckets"
-"""Of a layout: a digest of which elements each rank steps. Gradient buckets of other sizes cut parameters elsewhere."""
-
-
-def is_same_layout(stored: Mapping[str, Json], here: Mapping[str, Json]) -> bool:
-    """Whether a rank reads its own records as they are.
-
-    Args:
-        stored: The layout of a snapshot, as its manifest has it; earlier versions did not tell the buckets.
-        here: That of this job.
-    """
-    return dict(stored) == {name: value for name, value in here.items() if name != BUCKETS or name in stored}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ import msgspec
 
 from ..errors import UnreadableCheckpoint
 from ..policy.lineage import Lineage, belongs, past
-from ..policy.resharding import is_same_layout
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import (
     GRADIENTS,
@@ -39,6 +38,7 @@ from ..types import (
     Tier,
     received_key,
 )
+from ..types.layout import is_same_layout
 
 # Bounded: ranks tell each other of rows, in numbers of 64 bits, and make operators and parts of them.
 _Index = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]

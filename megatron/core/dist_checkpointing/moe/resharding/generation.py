@@ -14,7 +14,6 @@ from numpy.lib.stride_tricks import as_strided
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.lineage import Lineage
 from ..policy.resharding import (
-    BUCKETS,
     ElementRange,
     ElementRun,
     Grid,
@@ -27,7 +26,7 @@ from ..policy.resharding import (
 )
 from ..ports import RANDOM, Facts, Field, Json, Layout, Manifest, Reader, SnapshotId
 from ..types import OperatorId, OperatorKind, Part, Topology
-from ..types.layout import DTYPE_BYTES, Record
+from ..types.layout import BUCKETS, DTYPE_BYTES, Record
 
 if TYPE_CHECKING:
     from typing import Self

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from ..errors import UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
-from ..policy.resharding import freed_by, is_same_layout
+from ..policy.resharding import freed_by
 from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
+from ..types.layout import is_same_layout
 from .generation import (
     Assembly,
     Generation,

@@ -18,12 +18,11 @@ import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.lineage import Lineage, newest_first
-from ..policy.resharding import is_same_layout
 from ..ports import Json, Listing, Manifest, MappedStore, Reader, SnapshotId, Store, StoreFailure, Transport
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
 from ..storage.slot_reader import SlotReader
-from ..types.layout import Record
+from ..types.layout import Record, is_same_layout
 from .record_server import RecordServer, RemoteRecords
 from .store import PreviousWindow, ReshardingStore
 

@@ -18,7 +18,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import ANY_JOB, MoECheckpointConfig
 from ..errors import UsageError
 from ..megatron_state.megatron import read_topology
-from ..policy.resharding import BUCKETS, is_same_layout
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, merged, raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, of_local_rank, own_endpoint
@@ -29,6 +28,7 @@ from ..storage.manifest import use_secret
 from ..storage.memory import MemoryStore
 from ..storage.small_files import read_secret, signed
 from ..types import Topology
+from ..types.layout import BUCKETS, is_same_layout
 from ..types.operators import scaled
 from .peer_links import PeerLinks
 from .process_info import NODE_NAME, JobClaim, ProcessInfo, agree_on_job, memory_folder, open_memory

@@ -19,6 +19,9 @@ MANIFEST = "manifest.json"
 UNSEALED = (".writing.", ".freed.")
 """What the names of folders begin with that are being written or deleted, or were when their process died."""
 
+BUCKETS = "buckets"
+"""Of a parallel layout: a digest of which elements each rank steps. Buckets of other sizes cut parameters elsewhere."""
+
 ALIGNMENT_BYTES = 64  # a cache line, and enough for every vector instruction that copies or hashes
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
@@ -260,3 +263,13 @@ def suffice(segments: Iterable[int], wanted: Iterable[int]) -> bool:
     """
     have, need = sorted(segments, reverse=True), sorted(wanted, reverse=True)
     return len(have) >= len(need) and all(one >= other for one, other in zip(have, need, strict=False))
+
+
+def is_same_layout(stored: Mapping[str, Json], here: Mapping[str, Json]) -> bool:
+    """Whether a rank reads its own records as they are.
+
+    Args:
+        stored: The layout of a snapshot, as its manifest has it; earlier versions did not tell the buckets.
+        here: That of this job.
+    """
+    return dict(stored) == {name: value for name, value in here.items() if name != BUCKETS or name in stored}
