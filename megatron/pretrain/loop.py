@@ -233,9 +233,7 @@ def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, 
     print_arguments_once(launch.attempt)
     reports = _Reports(launch)
     protected = stock.protected(pretrain, reports, connect if device == "cpu" else None, recover_only=recover_only)
-    if device == "cpu":
-        connect()
-    elif interface is not None:
+    if device != "cpu" and interface is not None:
         use_for_gloo(of_local_rank(interface, launch.place.local_rank), launch.rank)
     given: list[Any] = [parts.datasets_provider]
     options: dict[str, Any] = {"model_provider": parts.model_provider, "model_type": ModelType.encoder_or_decoder}

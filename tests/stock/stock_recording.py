@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -89,7 +89,11 @@ def unprotected() -> Iterator[None]:
     """The stock loop as it is: nothing of ours is wrapped around it."""
     from megatron.core.dist_checkpointing.moe import stock
 
-    with stock.shipped_helpers(), mock.patch.object(stock, "protected", lambda pretrain, *_, **__: pretrain):
+    def unwrapped(pretrain: Any, _: object, connect: Callable[[], object], **__: object) -> Any:
+        connect()
+        return pretrain
+
+    with stock.shipped_helpers(), mock.patch.object(stock, "protected", unwrapped):
         yield
 
 
