@@ -26,6 +26,7 @@ from .folder import (
     published,
     read_config,
     read_weight_map,
+    refuse_existing,
     safetensors,
     sharding,
     unquantized,
@@ -85,6 +86,7 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
         What was written. Raises UsageError, UnreadableCheckpoint, OSError.
     """
     safetensors()  # before anything is read
+    refuse_existing(request.target)
     checkpoint = _opened(request.source)
     like = request.like or _beside(checkpoint)
     config = _config(checkpoint, like)
@@ -96,6 +98,13 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
         raise UsageError(
             f"{checkpoint.directory} has rows of {tokens} tokens, of which {config.place} has {model.vocabulary}: set"
             " its vocab_size, and give it the tokenizer of the training"
+        )
+    embedding = checkpoint.tensors.get(_EMBEDDING)
+    if embedding is not None and (rows := embedding.shape[0]) < model.vocabulary:
+        raise UsageError(
+            f"{checkpoint.directory} has rows of {rows} tokens, fewer than the vocab_size {model.vocabulary} of"
+            f" {config.place}: train with --padded-vocab-size {model.vocabulary}, or give --hf-model a folder whose"
+            f" config.json has {rows}"
         )
     found = places(checkpoint, model.weights())
     sizes = [

@@ -216,8 +216,7 @@ def published(target: Path) -> Iterator[Path]:
 
     Raises UsageError where `target` exists, OSError.
     """
-    if target.exists():
-        raise UsageError(f"{target} exists already; give another target or remove it")
+    refuse_existing(target)
     staging = staged(target)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -231,6 +230,12 @@ def published(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     sync_directory(target.parent)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises UsageError where a target is there already."""
+    if target.exists():
+        raise UsageError(f"{target} exists already; give another target or remove it")
 
 
 def staged(target: Path) -> Path:

@@ -29,6 +29,9 @@ from .saved import few
 from .weights import ExpertsOfLayer, Weight
 
 CHECKPOINT_VERSION = 3.0
+MULTIPLE = 128
+"""Of which Megatron makes the rows of a vocabulary; tensor-parallel ranks share them."""
+
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -68,7 +71,7 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
             raise
     sync_directory(root)
     write_atomically(root / TRACKER, RELEASE.encode())
-    return final, model.arguments
+    return final, _arguments(model)
 
 
 def _target(root: Path) -> tuple[Path, Path]:
@@ -184,8 +187,13 @@ def _write_extra_states(writer: DenseWriter, model: Model, sizes: tuple[int | No
                     writer.object(key, place)
 
 
+def _arguments(model: Model) -> dict[str, Any]:
+    """With rows for all tokens of the config: a tokenizer may have fewer, and Megatron counts its own."""
+    return model.arguments | {"padded_vocab_size": -(-model.vocabulary // MULTIPLE) * MULTIPLE}
+
+
 def _common(model: Model, dtype: torch.dtype) -> bytes:
-    values = dict(model.arguments) | {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+    values = _arguments(model) | {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
     common = {
         "args": argparse.Namespace(**values),
         "checkpoint_version": CHECKPOINT_VERSION,

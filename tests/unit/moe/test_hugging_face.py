@@ -301,6 +301,24 @@ def test_tokens_that_the_template_has_not_are_no_padding(tmp_path: Path) -> None
     assert not (tmp_path / "back").exists()
 
 
+def test_an_imported_model_keeps_rows_for_all_tokens_of_its_config_whatever_its_tokenizer_has(tmp_path: Path) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder", vocab_size=300)
+    argv = from_hugging_face(folder, tmp_path / "in")[1]["flags"]
+    assert parser().parse_args(argv).padded_vocab_size == 384
+    assert vars(open_dense(tmp_path / "in").common["args"])["padded_vocab_size"] == 384
+
+
+def test_rows_that_training_has_left_out_are_named_with_the_way_out(tmp_path: Path) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    convert("--from", "hf", folder, tmp_path / "in")
+    change_config(folder, vocab_size=40)
+    command = ("--to", "hf", "--hf-model", folder, tmp_path / "in", tmp_path / "back")
+    with pytest.raises(UsageError, match=r"rows of 30 tokens, fewer than the vocab_size 40 of .* --padded-vocab-size"):
+        convert(*command)
+    change_config(folder, vocab_size=30)
+    convert(*command)
+
+
 @pytest.mark.parametrize(("multiple", "tensor_ranks", "is_refused"), [(10, 1, False), (4, 2, False), (5, 2, True)])
 def test_rows_of_added_tokens_are_no_padding_where_only_the_tokenizer_counts_tokens(
     multiple: int, tensor_ranks: int, is_refused: bool, tmp_path: Path
@@ -587,6 +605,11 @@ def test_an_export_that_fails_half_way_leaves_no_folder_and_the_next_one_succeed
     convert(*to)
     with pytest.raises(UsageError, match="exists already"):
         convert(*to)
+
+
+def test_a_target_that_is_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exists already"):
+        convert("--to", "hf", tmp_path / "none", tmp_path)
 
 
 def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path) -> None:
