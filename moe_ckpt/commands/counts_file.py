@@ -12,6 +12,8 @@ import click
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import ModelShape
 
+from ..runs.run_log import parsed
+
 option = click.option(
     "--counts",
     type=click.Path(path_type=Path),
@@ -62,13 +64,12 @@ def load_counts(path: Path | None, shape: ModelShape) -> Counts:
 def _read(path: Path) -> Any:
     """What a JSON file holds; of a metrics log the rows by iteration, the last ones of an iteration that ran twice."""
     try:
-        text = path.read_text()
-        lines = text.splitlines()
-        if not lines or not lines[0].startswith("{"):
-            return json.loads(text)
+        content = path.read_bytes()
+        if not content.lstrip().startswith(b"{"):
+            return json.loads(content)
         logged: dict[int, Any] = {}
-        for line in lines:
-            for iteration, rows in (json.loads(line).get("expert_tokens") or {}).items():
+        for line in content.splitlines():
+            for iteration, rows in ((parsed(line) or {}).get("expert_tokens") or {}).items():
                 logged[int(iteration)] = rows
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"--counts {path} cannot be read as JSON: {error}") from None
