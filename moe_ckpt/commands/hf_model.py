@@ -57,6 +57,8 @@ def shape_values(values: Mapping[str, Any], place: str) -> dict[str, Any]:
         "add_bias_linear": family == "gpt_oss",
     }
     found |= _latent(config) if config.get("kv_lora_rank") else _grouped(config)
+    if ahead := config.number("num_nextn_predict_layers", 0):
+        found["note"] = f"Layers that predict further tokens ({ahead}) are not modelled: a rank may need more memory."
     if experts := _first(config, "num_experts", "num_local_experts", "n_routed_experts"):
         found |= _experts(config, family, experts, layers, ffn)
     return found

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, ModelShape, Topology
 from moe_ckpt.report import Report, show
 
+from ..hugging_face.arguments import ffn_width
 from ..simulator.clusters import cluster as preset_cluster
 from ..simulator.clusters import load_cluster, presets
 from ..simulator.constants import COMEBACKS, THIS_PROJECT
@@ -61,13 +62,14 @@ class JobFlags:
     """What the flags of a job say.
 
     setting: the job on its cluster. config: the `--moe-ckpt-*` flags. frozen_experts: `--freeze-experts`. unused: flags
-    of the job that change nothing here.
+    of the job that change nothing here. not_modelled: flags of layers and stages that plans leave out.
     """
 
     setting: SystemSetting
     config: MoECheckpointConfig
     frozen_experts: bool = False
     unused: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
 
     @property
     def shape(self) -> ModelShape:
@@ -239,11 +241,15 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
         args, left = parser.parse_known_args(others)
     except argparse.ArgumentError as error:
         raise UsageError(str(error).replace("argument ", "", 1)) from None
-    unused = tuple(_unused(left, parser))
+    unused = dict.fromkeys(_unused(left, parser))
+    not_modelled = tuple(flag for flag in unused if flag in _NOT_MODELLED)
     config = from_namespace(MoECheckpointConfig, args, MoECheckpointConfig.PREFIX)
     degrees = {name: given.pop(name) for name in (*LAYOUT, "vpp")}
     model, precision = given.pop("model"), PRECISIONS[given.pop("precision")].exact()
     shape = _shape(model, args, degrees["tp"])
+    if "num_layers_per_virtual_pipeline_stage" in args:
+        layers = args.num_layers_per_virtual_pipeline_stage
+        degrees["vpp"] = _virtual_stages(layers, shape.num_layers, degrees["pp"])
     world = given.pop("world_size")
     if world is None:
         world = degrees["pp"] * math.lcm(
@@ -258,7 +264,17 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
     exchange = TokenDispatch(*(given.pop(name) for name in ("overlaps", "once_per_node", "nodes_per_token")))
     overlap = GradientOverlap(given.pop("overlap_grad_reduce"), given.pop("overlap_param_gather"))
     training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange, overlap)
-    return JobFlags(_setting(training, cluster, **given), config, frozen, unused)
+    changes_nothing = tuple(flag for flag in unused if flag not in _NOT_MODELLED)
+    return JobFlags(_setting(training, cluster, **given), config, frozen, changes_nothing, not_modelled)
+
+
+def _virtual_stages(layers: int, of_model: int, pp: int) -> int:
+    """Virtual stages of a pipeline rank that have so many layers each."""
+    if layers < 1 or of_model % (pp * layers):
+        raise UsageError(
+            f"--num-layers-per-virtual-pipeline-stage is {layers}, but {pp} x it must divide the {of_model} layers"
+        )
+    return of_model // (pp * layers)
 
 
 def _batch(given: dict[str, Any], topology: Topology) -> tuple[int, int]:
@@ -336,12 +352,24 @@ _MODEL_FLAGS: dict[str, type[Any]] = {
 } | {
     "--moe-layer-freq": str,
     "--swiglu": bool,
+    "--quick-geglu": bool,
     "--disable-bias-linear": bool,
     "--group-query-attention": bool,
     "--position-embedding-type": str,
     "--make-vocab-size-divisible-by": int,
     "--freeze-experts": bool,
+    "--num-layers-per-virtual-pipeline-stage": int,
 }
+
+_NOT_MODELLED = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--pipeline-model-parallel-layout",
+    "--mtp-num-layers",
+)
+"""Flags of layers, and of where they lie, that count as if they were not given."""
 
 
 def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
@@ -360,8 +388,9 @@ def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
     divisible = getattr(args, "make_vocab_size_divisible_by", 128) * tp
     given |= {
         "vocab_size": -(-given["vocab_size"] // divisible) * divisible,
-        "ffn_hidden_size": given.get("ffn_hidden_size", 4 * given["hidden_size"]),
-        "gated_linear_unit": "swiglu" in args,
+        "ffn_hidden_size": given.get("ffn_hidden_size", ffn_width(given["hidden_size"], swiglu="swiglu" in args)),
+        "kv_lora_rank": given.get("kv_lora_rank", 32),
+        "gated_linear_unit": "swiglu" in args or "quick_geglu" in args,
         "add_bias_linear": "disable_bias_linear" not in args,
         "normalization": given.get("normalization", "LayerNorm"),
         "num_query_groups": given.get("num_query_groups", 1) if "group_query_attention" in args else None,

@@ -86,7 +86,8 @@ def plan(
     tables = [table("Does not fit", "what | way out", problems), _snapshots(found)]
     tables += [] if found.exact else [_experts(found)]
     tables += [_parts(found, behaviour, lost, recovery), *(_segments(found, recovery[0]) if recovery else ())]
-    unused = f"Change nothing here: {', '.join(dict.fromkeys(flags.unused))}."
+    not_modelled = f"Not modelled, so a rank may need more memory: {', '.join(flags.not_modelled)}."
+    unused = f"Change nothing here: {', '.join(flags.unused)}."
     return Report(
         f"Checkpoints of {flags.shape.name} on {flags.topology.world_size} ranks by strategy {config.strategy}",
         facts,
@@ -94,6 +95,8 @@ def plan(
         (
             f"Rates: {flags.setting.cluster.source}.",
             f"Seconds of the timeline: {predicted_seconds(flags.setting.constants)}.",
+            *((f"{flags.shape.name}: {flags.shape.note}",) if flags.shape.note else ()),
+            *((not_modelled,) if flags.not_modelled else ()),
             *((unused,) if flags.unused else ()),
         ),
     )

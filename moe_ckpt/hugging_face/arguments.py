@@ -39,6 +39,16 @@ COMMON = {
 """What all families need unless they say otherwise."""
 
 
+def ffn_width(hidden: int, *, swiglu: bool) -> int:
+    """As Megatron-LM takes it without `--ffn-hidden-size`.
+
+    Args:
+        hidden: Hidden size of the model.
+        swiglu: Whether `--swiglu` is given, which has a third matrix.
+    """
+    return int(4 * hidden * 2 / 3 / 64) * 64 if swiglu else 4 * hidden
+
+
 def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with defaults of Megatron that depend on others filled in."""
     found = dict(saved)
@@ -50,7 +60,7 @@ def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("num_query_groups") is None:
         found["num_query_groups"] = heads
     if found.get("ffn_hidden_size") is None and found.get("hidden_size"):
-        found["ffn_hidden_size"] = int(4 * found["hidden_size"] * 2 / 3 / 64) * 64
+        found["ffn_hidden_size"] = ffn_width(found["hidden_size"], swiglu=True)
     if found.get("moe_ffn_hidden_size") is None:
         found["moe_ffn_hidden_size"] = found.get("ffn_hidden_size")
     for name, default in _DEFAULTS.items():

@@ -64,6 +64,12 @@ def test_the_text_part_of_a_model_of_several_kinds_is_read(tmp_path: Path) -> No
     assert replace(found, name="", note="").parameters == PRESETS["Llama-3-70B"].parameters
 
 
+def test_layers_that_predict_further_tokens_are_said_not_to_be_modelled(tmp_path: Path) -> None:
+    ahead = loaded(tmp_path, CONFIGS["Kimi-K2"] | {"num_nextn_predict_layers": 2})
+    assert "further tokens (2) are not modelled" in ahead.note
+    assert not loaded(tmp_path, CONFIGS["Kimi-K2"] | {"num_nextn_predict_layers": 0}).note
+
+
 def test_a_family_that_is_not_known_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"model_type 'mamba' is not known .known: llama"):
         loaded(tmp_path, CONFIGS["Llama-3-70B"] | {"model_type": "mamba"})

@@ -94,6 +94,41 @@ def test_flags_of_a_job_are_taken_as_they_are(facts: Facts) -> None:
     assert data["notes"][-1] == "Change nothing here: --lr, --train-iters, --bf16."
 
 
+FLAGS = ("--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "128")
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (("--swiglu",), ("--swiglu", "--ffn-hidden-size", "2688")),
+        ((), ("--ffn-hidden-size", "4096")),
+        (("--multi-latent-attention",), ("--multi-latent-attention", "--kv-lora-rank", "32")),
+        (("--quick-geglu",), ("--swiglu", "--ffn-hidden-size", "4096")),
+    ],
+)
+def test_what_flags_leave_out_is_as_megatron_takes_it(
+    facts: Facts, short: tuple[str, ...], long: tuple[str, ...]
+) -> None:
+    assert facts(*FLAGS, *short)["parameters"] == facts(*FLAGS, *long)["parameters"]
+
+
+def test_virtual_stages_may_be_given_by_their_layers(facts: Facts, run: Run) -> None:
+    job = (*FLAGS, "--pp", "2", "--moe-ckpt-strategy", "full")
+    by_layers, by_stages = facts(*job, "--num-layers-per-virtual-pipeline-stage", "1"), facts(*job, "--vpp", "2")
+    assert by_layers == by_stages != facts(*job)
+    code, _, err = run(*job, "--num-layers-per-virtual-pipeline-stage", "3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--num-layers-per-virtual-pipeline-stage is 3, but 2 x it must divide the 4 layers" in err
+
+
+def test_flags_and_layers_that_a_plan_ignores_are_not_said_to_change_nothing(facts: Facts) -> None:
+    notes = facts(*FLAGS, "--mtp-num-layers", "1", "--decoder-last-pipeline-num-layers", "1", "--lr", "1")["notes"]
+    ignored = "--mtp-num-layers, --decoder-last-pipeline-num-layers"
+    assert notes[-2:] == [f"Not modelled, so a rank may need more memory: {ignored}.", "Change nothing here: --lr."]
+    named = facts("--model", "DeepSeek-V3-671B")["notes"]
+    assert "DeepSeek-V3-671B: Without the multi-token-prediction module." in named
+
+
 @pytest.mark.parametrize(("pattern", "layers"), [("2", 2), ("([0]*1+[1]*2)", 2), ("[0,0,1]", 1)])
 def test_patterns_of_layers_are_those_of_megatron(facts: Facts, pattern: str, layers: int) -> None:
     model = ("--num-layers", "3", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "128")
@@ -329,6 +364,14 @@ def test_counts_may_differ_from_iteration_to_iteration_as_a_job_logs_them(facts:
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     asked = (*SMALL, "--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-selection", "load-aware", "--counts")
     assert facts(*asked, log) == facts(*asked, series) != facts(*asked[:-1])
+
+
+def test_lines_of_a_metrics_log_that_are_torn_or_blank_are_passed_over(facts: Facts, tmp_path: Path) -> None:
+    line = json.dumps({"expert_tokens": {1: [[9] + [1] * 7] * 6}})
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    whole.write_text(line)
+    torn.write_bytes(b"\n" + line.encode() + b'\n\n{"loss": 1.0, "at\xc3')
+    assert facts(*SMALL, "--counts", torn) == facts(*SMALL, "--counts", whole)
 
 
 def test_a_metrics_log_that_leaves_out_iterations_is_refused(run: Run, tmp_path: Path) -> None:
