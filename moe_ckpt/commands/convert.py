@@ -86,6 +86,7 @@ _DROPPED = {
     "--non-persistent-ckpt-type": 1,
     "--async-save": 0,
     "--load": 1,
+    "--pretrained-checkpoint": 1,
     "--ckpt-step": 1,
     "--finetune": 0,
     "--no-load-optim": 0,
@@ -98,6 +99,9 @@ _DROPPED = {
     "--tensorboard-dir": 1,
     "--wandb-project": 1,
     "--metrics-jsonl": 1,
+    "--metrics-textfile": 1,
+    "--metrics-port": 1,
+    "--moe-ckpt-interface": 1,
     "--moe-ckpt-memory-dir": 1,
     "--moe-ckpt-persist-dir": 1,
     "--moe-ckpt-take-over": 1,
@@ -299,10 +303,13 @@ def _is_folder(path: Path) -> bool:
 def recorded(flags: Sequence[str]) -> list[str]:
     """The flags of a job that say what it trains: without where it saved, what it logged and how it was to end."""
     kept, skip = [], 0
+    # Where it is all of the model's arguments that are read from there.
+    needed = ("--load", "--pretrained-checkpoint") if "--use-checkpoint-args" in flags else ()
     for flag in flags:
         if flag.startswith("--"):
             name, given, _ = flag.partition("=")
-            skip = _DROPPED[name] + 1 - bool(given) * _DROPPED[name] if name in _DROPPED else 0
+            drops = name in _DROPPED and name not in needed
+            skip = _DROPPED[name] + 1 - bool(given) * _DROPPED[name] if drops else 0
         if skip:
             skip -= 1
         else:

@@ -35,6 +35,17 @@ def test_flags_of_saving_ending_and_faults_are_left_out_with_their_values() -> N
     assert recorded(GIVEN.split()) == kept.split()
 
 
+def test_numbers_and_network_of_the_job_are_left_alone() -> None:
+    given = "--metrics-textfile job.prom --metrics-port=9400 --moe-ckpt-interface ib0 --bf16"
+    assert recorded(given.split()) == ["--bf16"]
+
+
+def test_a_job_whose_model_is_read_from_a_checkpoint_still_names_it() -> None:
+    given = "--use-checkpoint-args --load old --pretrained-checkpoint=base --finetune".split()
+    assert recorded(given) == given[:-1]
+    assert recorded(given[1:]) == []
+
+
 @pytest.mark.parametrize("name", _DROPPED)
 def test_each_flag_that_is_left_out_is_one_of_the_loop_with_so_many_values(name: str) -> None:
     action = options()[name]
