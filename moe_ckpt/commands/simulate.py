@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from moe_ckpt.report import Fact, Report, show, table
 from moe_ckpt.report.progress import steps
 
@@ -83,9 +84,12 @@ def run(
         scenarios = {
             mtbf_s: tuple(by_chance(mtbf_s, duration_s, nodes, seed) for seed in range(seeds)) for mtbf_s in mtbfs_s
         }
+    impossible: dict[str, str] = {}
     with steps("simulating", len(scenarios) * len(names)) as done:
         rows = tuple(
-            row for mtbf_s, runs in scenarios.items() for row in _rows(machine, names, mtbf_s, runs, duration_s, done)
+            row
+            for mtbf_s, runs in scenarios.items()
+            for row in _rows(machine, names, mtbf_s, runs, duration_s, done, None if systems else impossible)
         )
     return Report(
         f"Checkpoints of {flags.shape.name} under failures",
@@ -102,6 +106,7 @@ def run(
             " the runs, ± half of its 95 % confidence interval; formula: by MoEvement App. C.",
             f"Seconds of recovery: {predicted_seconds(machine.constants)}.",
             "Iteration time and bandwidths are estimates unless --from gives what was measured.",
+            *(f"Not simulated: {why}." for why in impossible.values()),
         ),
     )
 
@@ -113,10 +118,19 @@ def _rows(
     faults: tuple[tuple[Fault, ...], ...],
     duration_s: float,
     done: Callable[[], None],
+    impossible: dict[str, str] | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """One row per system: means over the runs, each with its own faults."""
+    """One row per system: means over the runs, each with its own faults. impossible: gets the systems that cannot run
+    this job, with the reason; None: these raise UsageError."""
     for name in names:
-        behaviour = SYSTEMS[name].behaviour(machine, mtbf_s)
+        try:
+            behaviour = SYSTEMS[name].behaviour(machine, mtbf_s)
+        except UsageError as error:
+            if impossible is None:
+                raise
+            impossible[name] = str(error)
+            done()
+            continue
         runs = [simulated(behaviour, of_run, duration_s) for of_run in faults]
         struck = sum(run.faults for run in runs)
         found = estimate([run.ettr for run in runs])

@@ -15,6 +15,7 @@ from moe_ckpt.commands.advise import advise
 from moe_ckpt.commands.from_job import measured
 from moe_ckpt.commands.plan import plan
 from moe_ckpt.commands.simulate import simulate
+from moe_ckpt.simulator.advise import EXACT
 
 JOB = ("--model", "GPT-125M-8E", "--ep", "8", "--world-size", "16", "--seeds", "2", "--system", "gemini", "--json")
 
@@ -115,6 +116,16 @@ def test_hours_are_hours_with_and_without_their_unit(hours: str) -> None:
     words = ("run", *JOB[:6], "--mtbf", "1h", "--seeds", "1", "--system", "torch_dist", "--hours", hours, "--json")
     result = CliRunner().invoke(simulate, words)
     assert json.loads(result.stdout)["hours_of_a_run"] == 12
+
+
+def test_systems_that_cannot_run_a_dense_model_are_named_beside_those_that_can() -> None:
+    words = ("run", "--model", "Llama-3-8B", "--tp", "8", "--mtbf", "1h", "--seeds", "1", "--json")
+    found = json.loads(CliRunner().invoke(simulate, words).stdout)
+    assert {row["system"] for row in found["systems"]} == set(EXACT)
+    said = [note for note in found["notes"] if note.startswith("Not simulated: ")]
+    assert [name for name in ("moc", "moetion") if any(name in note for note in said)] == ["moc", "moetion"]
+    asked = CliRunner().invoke(simulate, [*words, "--system", "moc"]).exception
+    assert isinstance(asked, UsageError)
 
 
 def test_a_trace_that_names_a_node_which_the_job_has_not_is_refused_with_its_line(tmp_path: Path) -> None:
