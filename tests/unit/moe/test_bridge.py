@@ -261,6 +261,7 @@ def test_training_that_was_never_loaded_is_not_called_protected(monkeypatch: pyt
         ({"dist": Section(use_torch_fsdp2=True)}, "fsdp"),
         ({"ddp": Section(use_megatron_fsdp=True)}, "fsdp"),
         ({"dataset": Section(dataloader_type="external")}, "dataloader_type"),
+        ({"dataset": Section(fim_data=True)}, "fim_data"),
         ({"checkpoint": Section(non_persistent_ckpt_type="local")}, "non_persistent_ckpt_type"),
         ({"optimizer": Section(optimizer="dist_muon")}, "dist_muon: a package is missing"),
         ({"model": Section(moe_token_dispatcher_type="flex", num_moe_experts=8)}, "-backend deepep needs deep_ep.Buff"),

@@ -91,6 +91,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"use_torch_fsdp2": True},
         {"iterations_to_skip": [3, 4]},
         {"dataloader_type": "cyclic"},
+        {"fim_data": True},
         {"moe_use_upcycling": True},
         {"fp8_quantizer_factory": "package.module.factory"},
         {"pipeline_model_parallel_layout": "Et|t|m|L"},

@@ -255,6 +255,7 @@ def refusals(cfg: Any, ctx: Any = None) -> Iterator[str]:
         f"dataset.dataloader_type external has a state of its own, and {kept}": (
             getattr(cfg.dataset, "dataloader_type", None) == "external"
         ),
+        "dataset.fim_data draws from a random state that no checkpoint has": _is_on(cfg.dataset, "fim_data"),
         "checkpoint.non_persistent_ckpt_type is for what this does instead": (
             cfg.checkpoint.non_persistent_ckpt_type is not None
         ),

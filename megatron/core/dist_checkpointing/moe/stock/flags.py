@@ -227,6 +227,7 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("iterations_to_skip", bool, _SAMPLES),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),
     ("dataloader_type", lambda kind: kind in ("external", "cyclic"), "its position is not in `args`; use single"),
+    ("fim_data", bool, "each sample draws from a random state that no snapshot has"),
 )
 _LENGTHS = "core adds up the lengths of sequences over all ranks; use --moe-ckpt-recovery global"
 _REPEATING_ALONE: tuple[_Rule, ...] = (
