@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.contradictions import not_repeatable
 from megatron.core.dist_checkpointing.moe.policy.determinism import DeviceSettings, obstacles
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import device_settings
 
 ENVIRONMENT = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What `--deterministic-mode` of Megatron-LM sets where nothing is set."""
@@ -80,6 +83,19 @@ def test_what_the_job_does_not_use_need_not_be_set() -> None:
 def test_a_fused_kernel_that_is_not_deterministic_is_named_with_its_flag() -> None:
     (line,) = obstacles(replace(DETERMINISTIC, fusions=("cross_entropy_loss_fusion",)))
     assert "--cross-entropy-loss-fusion" in line
+
+
+@pytest.mark.parametrize(("backend", "known"), [("tilelang", "not"), ("cudnn", "not known to be")])
+def test_fused_kernels_of_sparse_attention_are_refused_by_their_backend(backend: str, known: str) -> None:
+    (line,) = obstacles(replace(DETERMINISTIC, dsa_kernel_backend=backend))
+    assert line.startswith(f"dsa_kernel_backend is {backend}, whose kernels are {known} deterministic: ")
+    assert line.endswith("--dsa-kernel-backend none")
+
+
+def test_the_backend_of_sparse_attention_is_read_from_the_configuration_which_an_older_core_does_not_have() -> None:
+    chosen = SimpleNamespace(dsa_kernel_backend="cudnn")
+    assert device_settings(torch.nn.Linear(1, 1), chosen, ranks=1).dsa_kernel_backend == "cudnn"
+    assert device_settings(torch.nn.Linear(1, 1), SimpleNamespace(), ranks=1).dsa_kernel_backend == "none"
 
 
 @pytest.mark.parametrize(

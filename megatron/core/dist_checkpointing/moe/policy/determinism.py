@@ -26,6 +26,7 @@ class DeviceSettings:
         deterministic_mode: Of core's TransformerConfig.
         deterministic_algorithms: Whether torch refuses others; that it warns of them is not enough.
         fusions: Names of options that are on and have no deterministic kernels, by the flag that turns them on.
+        dsa_kernel_backend: Of fused kernels for DeepSeek's sparse attention: none, tilelang or cudnn.
     """
 
     device: str
@@ -35,6 +36,7 @@ class DeviceSettings:
     deterministic_mode: bool = False
     deterministic_algorithms: bool = False
     fusions: tuple[str, ...] = ()
+    dsa_kernel_backend: str = "none"
 
 
 NONDETERMINISTIC_OPTIONS = {
@@ -60,6 +62,13 @@ def obstacles(settings: DeviceSettings) -> Iterator[str]:
         )
     for name in settings.fusions:
         yield f"{name} is on, whose kernels are not deterministic: leave out {NONDETERMINISTIC_OPTIONS[name]}"
+    if settings.dsa_kernel_backend != "none":
+        # Those of tilelang add gradients up atomically, in any order.
+        known = "" if settings.dsa_kernel_backend == "tilelang" else "known to be "
+        yield (
+            f"dsa_kernel_backend is {settings.dsa_kernel_backend}, whose kernels are not {known}deterministic: give"
+            " --dsa-kernel-backend none"
+        )
     needed = {
         "NCCL_ALGO": settings.ranks > 1,
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": settings.transformer_engine,

@@ -450,4 +450,5 @@ def device_settings(chunk: torch.nn.Module, transformer: Any, ranks: int) -> Dev
         deterministic_mode=bool(getattr(transformer, "deterministic_mode", False)),
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled() and not warns_only,
         fusions=tuple(name for name in NONDETERMINISTIC_OPTIONS if getattr(transformer, name, False)),
+        dsa_kernel_backend=getattr(transformer, "dsa_kernel_backend", "none"),
     )
