@@ -41,11 +41,11 @@ _GROUPED = re.compile(r"mlp\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))
 # Core's GroupedMLP keeps all experts of a rank in one tensor, which cannot be saved expert by expert.
 _LEGACY = re.compile(r"mlp\.experts\.(?:weight|bias)[12]")
 _ROUTER = "mlp.router."
-# Whatever else a layer may have: dense and shared experts' FFN, norms, projections of latent MoE.
+# Whatever else a layer may have. Modules of other names might be cut over ranks in ways that are not known here.
+_NORM = re.compile(r"(?:mlp\.)?\w+_layernorm\..+")
 _NON_EXPERT = (
-    "input_layernorm.",
+    "layer_scalar",
     "self_attention.",
-    "pre_mlp_layernorm.",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
     "mlp.shared_experts.",
@@ -283,7 +283,7 @@ def _in_layer(name: str, layer: int, prefix: str, rest: str, chunk: ChunkPlace) 
         return GlobalName(expert(layer, index), f"{prefix}.mlp.experts.{index}.{routed['tensor']}")
     if rest.startswith(_ROUTER):
         return GlobalName(OperatorId(layer, OperatorKind.ROUTER), f"{prefix}.{rest}")
-    if rest.startswith(_NON_EXPERT):
+    if rest.startswith(_NON_EXPERT) or _NORM.fullmatch(rest):
         return GlobalName(OperatorId(layer, OperatorKind.NON_EXPERT), f"{prefix}.{rest}")
     if _LEGACY.fullmatch(rest):
         raise UsageError(
@@ -292,6 +292,6 @@ def _in_layer(name: str, layer: int, prefix: str, rest: str, chunk: ChunkPlace) 
         )
     raise UsageError(
         f"parameter or buffer {name!r} belongs to no operator of layer {layer}: expected mlp.router.*,"
-        " mlp.experts.local_experts.<n>.linear_fc1|2.weight|bias, mlp.experts.linear_fc1|2.weight<n>|bias<n>, or one of"
-        f" {', '.join(f'{known}*' for known in _NON_EXPERT)}"
+        " mlp.experts.local_experts.<n>.linear_fc1|2.weight|bias, mlp.experts.linear_fc1|2.weight<n>|bias<n>, a norm"
+        f" (*_layernorm.*, mlp.*_layernorm.*), or one of {', '.join(f'{known}*' for known in _NON_EXPERT)}"
     )
