@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "recipes.md"
 DATA = ROOT / "tools" / "bridge_recipes.jsonl"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from recipe_settings import JUDGED, VERSION, Recipe, recipes  # noqa: E402
+from recipe_settings import JUDGED, ROUTERS, VERSION, Recipe, recipes  # noqa: E402
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig  # noqa: E402
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import needs_fresh_process  # noqa: E402
@@ -48,8 +48,8 @@ while CUDA graphs of modules are captured, and a job that comes back would draw 
 does: then the third row holds.
 
 Not part of the verdict: `sparse` on GPUs also takes [deterministic settings](gpu.md), which a job adds to a recipe.
-No recipe was run at its size; one was trained and killed, made small. What the hub's configurations add is written down
-in `tools/recipe_settings.py`.
+Of GLM-5.2 `dsa_kernel_backend` has to become none for it. No recipe was run at its size; one was trained and killed,
+made small. What the hub's configurations add is written down in `tools/recipe_settings.py`.
 
 """
 BEFORE = """| training, before | 11 of 48 (23 %) | 9 of 48 (19 %) | 10 of 48 (21 %) | 7 of 33 (21 %) |
@@ -77,6 +77,8 @@ def refusals(recipe: Recipe, strategy: str, recovery: str = "global") -> Iterato
     yield from unsupported_settings(model, wrapping)
     if strategy == "sparse":
         yield from unfreezable_settings(model)
+        if recipe.model in ROUTERS:
+            yield f"the router {ROUTERS[recipe.model]}"
 
 
 def verdicts(recipe: Recipe) -> dict[str, tuple[str, ...]]:

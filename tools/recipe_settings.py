@@ -42,6 +42,9 @@ EXPERTS = re.compile(
 # What configurations on the hub say and recipes do not repeat: layers that predict further tokens.
 HUB = {"DeepSeek-V4": 1, "K-EXAONE": 1, "Qwen3.5": 1, "Step-3.5": 3}
 
+ROUTERS = {"MiniMax-M3": "MiniMaxM3TopKRouter"}
+"""By model: routers whose `gating` is not core's, which `replay/execution.py` cannot freeze."""
+
 JUDGED: dict[str, Any] = {
     # Of the model, by the names of TransformerConfig and of Megatron-LM's flags.
     **{field.name: field.default for field in dataclasses.fields(MLATransformerConfig) if field.name in {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from .test_docs import tool
 
 ROOT = Path(__file__).parents[2]
 LEAST = {
-    "training": {"full": 47, "in place": 46, "sparse": 47, "local recovery": 33},
+    "training": {"full": 47, "in place": 46, "sparse": 46, "local recovery": 32},
     "performance": {"full": 180, "in place": 178, "sparse": 154, "local recovery": 60},
     "performance, `moe_router_force_load_balancing` false": {
         "full": 306,
@@ -39,9 +41,10 @@ OTHERS = {
     # By other names: `cpu_offloading`, `mtp_standalone`.
     "cpu_offloading_num_layers", "pipeline_model_parallel_layout",
     # No recipe has these, or another value than the default.
-    "dataloader_inter_document_masking", "fp4_quantizer_factory", "fp8_quantizer_factory", "inprocess_restart",
-    "logits_save_dir", "moe_use_upcycling", "perform_rl_step", "save_experts", "save_experts_scope",
-    "save_experts_selection", "sft", "step_batch_size_schedule", "tp_comm_bootstrap_backend", "use_custom_fsdp",
+    "dataloader_inter_document_masking", "fim_data", "fp4_quantizer_factory", "fp8_quantizer_factory",
+    "inprocess_restart", "logits_save_dir", "moe_use_upcycling", "perform_rl_step", "save_experts",
+    "save_experts_scope", "save_experts_selection", "sft", "step_batch_size_schedule", "tp_comm_bootstrap_backend",
+    "use_custom_fsdp",
 }  # fmt: skip
 """Settings that refusals read, and that recipes are not judged by."""
 
@@ -59,6 +62,23 @@ def test_recipes_are_judged_by_each_setting_that_refusals_read(monkeypatch: pyte
     for recipe in coverage.all_recipes()[::10]:
         coverage.verdicts(recipe)
     assert read - set(coverage.JUDGED) == OTHERS
+
+
+def test_a_router_that_cannot_be_frozen_is_a_reason_against_sparse() -> None:
+    (recipe,) = (recipe for recipe in tool("recipe_coverage").all_recipes() if recipe.model == "MiniMax-M3")
+    found = tool("recipe_coverage").verdicts(recipe)
+    assert (found["full"], found["sparse"]) == ((), ("the router MiniMaxM3TopKRouter",))
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_routers_of_recipes_are_those_of_the_wheel() -> None:
+    models = Path(str(importlib.metadata.distribution("megatron-bridge").locate_file("megatron/bridge/models")))
+    kinds = (re.findall(r"^class (\w+)\(TopKRouter\)", path.read_text(), re.M) for path in models.rglob("*.py"))
+    # No recipe pretrains Gemma 4 with experts.
+    assert {kind for found in kinds for kind in found} - {"Gemma4TopKRouter"} == {
+        *tool("recipe_coverage").ROUTERS.values()
+    }
 
 
 @pytest.mark.ci
