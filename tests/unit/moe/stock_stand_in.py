@@ -13,6 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -56,6 +58,8 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
     should_exit = False
     if args.overlap_param_gather:
         enable_forward_pre_hook(model)
+    if args.check_weight_hash_across_dp_replicas_interval is not None:
+        assert check_param_hashes_across_dp_replicas(model, cross_check=True)
     while iteration < args.train_iters and not should_exit:
         if iteration == entered + 1 and args.distributed_timeout_seconds_after_init is not None:
             update_pg_timeout(args.distributed_timeout_seconds_after_init)
@@ -95,6 +99,10 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
     for _ in range(passes):
         losses = forward_backward_func(forward_only=False, model=model, data_iterator=data_iterator,
                                        num_microbatches=2, seq_length=8)
+    if get_args().save_dgrads_interval is not None:
+        save_dgrads(get_args().curr_iteration + 1)
+    if get_args().save_wgrads_interval is not None:
+        save_grads(get_args().save, {}, get_args().curr_iteration + 1, "wgrads")
     if get_args().curr_iteration + 1 == get_args().broken_iteration:
         return {}, True, False, True, 17, None, None, 0
     updated, grad_norm, zeros = optimizer.step()
@@ -148,6 +156,13 @@ _ELSEWHERE = {
         "                    release=False):\n"
         "    calls.append('save')\n"
     ),
+    "check_param_hashes_across_dp_replicas": (
+        "def check_param_hashes_across_dp_replicas(model, cross_check=False):\n"
+        "    calls.append('hashes')\n"
+        "    return True\n"
+    ),
+    "save_dgrads": "def save_dgrads(iteration):\n    calls.append('dgrads')\n",
+    "save_grads": "def save_grads(save_dir, state_dict, iteration, grad_label):\n    calls.append(grad_label)\n",
     "update_pg_timeout": "def update_pg_timeout(timeout, pg=None):\n    calls.append('timeout')\n",
     "logical_and_across_model_parallel_group": (
         "def logical_and_across_model_parallel_group(input):\n"
@@ -202,7 +217,9 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
     given |= {"cuda_graph_impl": "none", "align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
     given |= {"distributed_timeout_seconds_after_init": None, "name_first": False, "lost_in": ""}
+    given |= dict.fromkeys(("save_dgrads_interval", "save_wgrads_interval"))
     given |= {
+        "check_weight_hash_across_dp_replicas_interval": None,
         "data_parallel_size": 1,
         "no_save_rng": None,
         "curr_iteration": 0,
@@ -333,8 +350,6 @@ class Manager:
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Without any process group: one rank, whose device has random states."""
-    import torch
-
     from megatron.core import parallel_state
 
     with (

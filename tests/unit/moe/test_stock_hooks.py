@@ -272,6 +272,22 @@ def test_a_replay_is_not_logged_saved_or_evaluated() -> None:
     assert args.do_valid
 
 
+def test_weights_that_a_replay_has_yet_to_restore_are_not_compared_between_replicas() -> None:
+    args, waiting = arguments(train_iters=1, check_weight_hash_across_dp_replicas_interval=5), Manager([])
+    assert "data hashes rejoin" in train(args)
+    assert "hashes" not in train(args, Manager([], replays=1))
+    waiting.repeats_steps = True
+    assert "hashes" not in train(args, waiting)
+
+
+def test_a_replay_overwrites_no_file_of_gradients_and_weights() -> None:
+    """Those of its frozen operators would be missing, or old."""
+    args = arguments(train_iters=2, save_wgrads_interval=1, save_dgrads_interval=1)
+    replayed, new = train(args, Manager([], replays=1)).split(" rejoin ")
+    assert "grads" not in replayed
+    assert "dgrads wgrads optimizer" in new
+
+
 def test_a_replay_sums_up_no_parameters_over_stages_that_wait() -> None:
     args = arguments(train_iters=2, log_params_norm=True)
     replayed, new = train(args, Manager([], replays=1, alone=True)).split(" rejoin ")
@@ -344,6 +360,9 @@ def test_no_seam_can_go_without_a_trace(removed: str) -> None:
                 eval_interval=1,
                 name_first=True,
                 distributed_timeout_seconds_after_init=300,
+                check_weight_hash_across_dp_replicas_interval=5,
+                save_dgrads_interval=1,
+                save_wgrads_interval=1,
             ),
             lambda: Manager([], replays=2, alone=True),
         ),

@@ -145,6 +145,10 @@ class Hooks:
             "save_checkpoint_and_time": self._save_checkpoint_and_time,
             "save_checkpoint": self._save_checkpoint,
             "enable_forward_pre_hook": self._enable_forward_pre_hook,
+            "check_param_hashes_across_dp_replicas": self._check_param_hashes,
+            # Activations are saved in a replay, too: its forward pass is that of the first run.
+            "save_grads": self._unless_replaying,
+            "save_dgrads": self._unless_replaying,
             "update_pg_timeout": self._update_pg_timeout,
             "logical_and_across_model_parallel_group": self._reduce,
             "reduce_max_stat_across_model_parallel_group": self._reduce,
@@ -471,6 +475,16 @@ class Hooks:
 
     def _enable_forward_pre_hook(self, call: Call) -> Any:
         return self._quiet.later(call) if self._manager.is_replaying else call.go_on()
+
+    def _check_param_hashes(self, call: Call) -> Any:
+        """At the head of `train`: where some stages run steps again, all gather their weights only when they rejoin."""
+        return (self._manager.repeats_steps and not self._joined) or call.go_on()
+
+    def _unless_replaying(self, call: Call) -> None:
+        """In a replay frozen operators have no gradients, and weights of another iteration: the files of the first run
+        are the right ones."""
+        if not self._manager.is_replaying:
+            call.go_on()
 
     def _update_pg_timeout(self, call: Call) -> None:
         """A barrier of all ranks, which `CommonIterations` calls where they all stand at the same iteration."""

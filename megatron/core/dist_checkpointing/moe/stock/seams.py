@@ -62,6 +62,9 @@ _SEAMS_0_19 = (
     Seam("save_checkpoint_and_time", ("iteration", "non_persistent_ckpt")),
     Seam("save_checkpoint", _SAVES, "megatron.training.checkpointing"),
     Seam("enable_forward_pre_hook", ("model_chunks",)),
+    Seam("check_param_hashes_across_dp_replicas", (), "megatron.core.utils"),
+    Seam("save_grads", (), "megatron.training.checkpointing"),
+    Seam("save_dgrads", (), "megatron.training.dgrad_logging"),
     Seam("update_pg_timeout", ("timeout",), "megatron.core.parallel_state"),
     *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
 )
