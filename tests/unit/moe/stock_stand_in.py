@@ -58,6 +58,11 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
     should_exit = False
     if args.overlap_param_gather:
         enable_forward_pre_hook(model)
+    if args.gpu_sniff_test_interval is not None:
+        before = torch.get_rng_state()
+        _run_gpu_sniff_test("before training")
+        if not torch.equal(torch.get_rng_state(), before):
+            calls.append("generator moved")
     if args.check_weight_hash_across_dp_replicas_interval is not None:
         assert check_param_hashes_across_dp_replicas(model, cross_check=True)
     while iteration < args.train_iters and not should_exit:
@@ -110,6 +115,10 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
     grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)
     collective("loss")
     return {}, 0, False, False, 0, grad_norm, zeros, 0
+
+def _run_gpu_sniff_test(tag):
+    calls.append("sniff test")
+    torch.rand(1)
 
 def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
                  grad_norm, params_norm, num_zeros_in_grad, max_attention_logit, is_first_iteration=False):
@@ -217,7 +226,7 @@ def arguments(**values: Any) -> argparse.Namespace:
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
     given |= {"cuda_graph_impl": "none", "align_param_gather": False, "log_params_norm": False, "no_save_optim": None}
     given |= {"distributed_timeout_seconds_after_init": None, "name_first": False, "lost_in": ""}
-    given |= dict.fromkeys(("save_dgrads_interval", "save_wgrads_interval"))
+    given |= dict.fromkeys(("save_dgrads_interval", "save_wgrads_interval", "gpu_sniff_test_interval"))
     given |= {
         "check_weight_hash_across_dp_replicas_interval": None,
         "data_parallel_size": 1,
@@ -240,6 +249,7 @@ def stand_in(args: argparse.Namespace, version: str = "0.19.2", reruns: tuple[in
     graph_flags = {name: value for name, value in vars(args).items() if name.startswith("cuda_graph")}
     shared = {
         "collective": collective,
+        "torch": torch,
         "calls": calls,
         "get_args": lambda: args,
         "FullCudaGraphWrapper": FullCudaGraphWrapper,

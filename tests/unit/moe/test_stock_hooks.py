@@ -288,6 +288,13 @@ def test_a_replay_overwrites_no_file_of_gradients_and_weights() -> None:
     assert "dgrads wgrads optimizer" in new
 
 
+@pytest.mark.parametrize("replays", [0, 1])
+def test_a_test_of_gpus_draws_nothing_that_training_draws(replays: int) -> None:
+    said = train(arguments(train_iters=1, gpu_sniff_test_interval=5), Manager([], replays=replays))
+    assert "sniff test" in said
+    assert "generator moved" not in said
+
+
 def test_a_replay_sums_up_no_parameters_over_stages_that_wait() -> None:
     args = arguments(train_iters=2, log_params_norm=True)
     replayed, new = train(args, Manager([], replays=1, alone=True)).split(" rejoin ")
@@ -361,6 +368,7 @@ def test_no_seam_can_go_without_a_trace(removed: str) -> None:
                 name_first=True,
                 distributed_timeout_seconds_after_init=300,
                 check_weight_hash_across_dp_replicas_interval=5,
+                gpu_sniff_test_interval=5,
                 save_dgrads_interval=1,
                 save_wgrads_interval=1,
             ),

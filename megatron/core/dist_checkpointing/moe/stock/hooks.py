@@ -149,6 +149,7 @@ class Hooks:
             # Activations are saved in a replay, too: its forward pass is that of the first run.
             "save_grads": self._unless_replaying,
             "save_dgrads": self._unless_replaying,
+            "_run_gpu_sniff_test": self._run_gpu_sniff_test,
             "update_pg_timeout": self._update_pg_timeout,
             "logical_and_across_model_parallel_group": self._reduce,
             "reduce_max_stat_across_model_parallel_group": self._reduce,
@@ -485,6 +486,12 @@ class Hooks:
         are the right ones."""
         if not self._manager.is_replaying:
             call.go_on()
+
+    def _run_gpu_sniff_test(self, call: Call) -> None:
+        """Draws matrices, at each start and behind iterations that a replay leaves out: training draws as if not."""
+        states = random_states()
+        call.go_on()
+        restore_random(states)
 
     def _update_pg_timeout(self, call: Call) -> None:
         """A barrier of all ranks, which `CommonIterations` calls where they all stand at the same iteration."""

@@ -65,11 +65,14 @@ _SEAMS_0_19 = (
     Seam("check_param_hashes_across_dp_replicas", (), "megatron.core.utils"),
     Seam("save_grads", (), "megatron.training.checkpointing"),
     Seam("save_dgrads", (), "megatron.training.dgrad_logging"),
+    Seam("_run_gpu_sniff_test"),
     Seam("update_pg_timeout", ("timeout",), "megatron.core.parallel_state"),
     *(Seam(name, (), "megatron.training.utils.common_utils") for name in _REDUCTIONS),
 )
 _SEAMS_0_17 = tuple(
-    replace(seam, home="megatron.training.utils") if seam.name in _REDUCTIONS else seam for seam in _SEAMS_0_19
+    replace(seam, home="megatron.training.utils") if seam.name in _REDUCTIONS else seam
+    for seam in _SEAMS_0_19
+    if seam.name != "_run_gpu_sniff_test"
 )
 
 SEAMS: Mapping[str, tuple[Seam, ...]] = {"0.17": _SEAMS_0_17, "0.18": _SEAMS_0_19, "0.19": _SEAMS_0_19}
