@@ -236,6 +236,14 @@ def test_a_save_is_made_up_for_where_the_fault_kept_from_it(newest: str | None, 
     assert said == f"resume begin data rejoin {made_up}{ITERATION} save saved finish"
 
 
+@pytest.mark.parametrize(("before", "made_up"), [(2, "save saved "), (4, ""), (0, "")])
+def test_a_save_where_the_batch_grows_is_made_up_for(before: int, made_up: str) -> None:
+    """0: of a snapshot that has no batch size."""
+    args = arguments(save="somewhere", save_interval=9)
+    said = train(args, Manager([], found=2, recorded={"batch_size": before}))
+    assert said == f"resume begin data rejoin {made_up}{ITERATION} save saved finish"
+
+
 def test_nothing_is_made_up_for_where_training_begins_from_a_checkpoint() -> None:
     said = train(arguments(load="somewhere", save="elsewhere", do_valid=True)).split("rejoin")
     assert said[1].startswith(" ( passes )")

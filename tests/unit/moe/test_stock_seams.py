@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stock_stand_in import arguments, stand_in
+from stock_stand_in import arguments, one_rank, stand_in
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
@@ -316,7 +316,8 @@ def test_a_parser_that_was_not_extended_is_told_so() -> None:
 def test_counts_are_whole_right_after_the_step_and_after_the_loop_has_counted() -> None:
     args = arguments(consumed_train_samples=8)
     counts = StockCounts(args, stand_in(args), {})
-    counts.stepped(4)
+    with one_rank():
+        counts.stepped()
     after_step = counts.state_dict()
     args.consumed_train_samples += 4
     counts.counted(4 * 10**20)

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core import parallel_state
-
 from ..config import MoECheckpointConfig
 from ..dense_saves.choosing import one_iteration
 from ..errors import CheckpointFailure, UsageError
@@ -382,8 +380,7 @@ class Hooks:
 
     def _count(self) -> None:
         """The optimizer has made its step, and the schedule moved on: the state is that of the next iteration."""
-        microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
-        self._state.stepped(self._args.micro_batch_size * microbatches)
+        self._state.stepped()
         self._manager.step_done()
         if self._lost_peer is not None:
             raise self._lost_peer

@@ -153,6 +153,7 @@ _OPERATIONS = "num_floating_point_operations_so_far"
 _EVALUATED = "evaluated_iteration"
 _FLAGS = "flags"
 _COMMAND = "command"
+_BATCH = "batch_size"
 
 
 class StockCounts:
@@ -174,7 +175,7 @@ class StockCounts:
     def __init__(self, args: Any, loop: Any, flags: dict[str, Json]) -> None:
         self._args, self._loop = args, loop
         self._operations: int | float = getattr(args, _OPERATIONS, 0)
-        self._samples_to_come = 0
+        self._samples_to_come = self._batch = 0
         self._flags = flags
         self._command: dict[str, Json] = {"flags": [*sys.argv[1:]], "folder": os.getcwd()}  # for `moe-ckpt convert`
         self.evaluated = int(getattr(args, "iteration", 0))
@@ -190,9 +191,19 @@ class StockCounts:
         """Samples that evaluations have read."""
         return int(self._args.consumed_valid_samples)
 
-    def stepped(self, samples: int) -> None:
+    @property
+    def batch_grows(self) -> bool:
+        """Whether the next iteration trains on more samples than the newest whole one."""
+        return 0 < self._batch < self._samples()
+
+    def _samples(self) -> int:
+        """Of the current iteration."""
+        microbatches = self._loop.get_num_microbatches() * parallel_state.get_data_parallel_world_size()
+        return int(self._args.micro_batch_size * microbatches)
+
+    def stepped(self) -> None:
         """The step of an iteration was made; the loop has yet to add its samples."""
-        self._samples_to_come = samples
+        samples = self._samples_to_come = self._batch = self._samples()
         self._operations += self._loop.num_floating_point_operations(self._args, samples)
 
     def counted(self, operations: float | None = None) -> None:
@@ -215,7 +226,7 @@ class StockCounts:
         counts: dict[str, Json] = {name: getattr(self._args, name, 0) for name in _COUNTS}
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
-        counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated}
+        counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, _BATCH: self._batch}
         return counts | {_FLAGS: self._flags, _COMMAND: self._command}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
@@ -225,7 +236,7 @@ class StockCounts:
         self._args.iteration = values["iteration"]
         self._operations = _number(values[_OPERATIONS])
         setattr(self._args, _OPERATIONS, self._operations)
-        self._samples_to_come = 0
+        self._samples_to_come, self._batch = 0, values.get(_BATCH, 0)  # which older snapshots lack
         self.evaluated, self.recorded_flags = values[_EVALUATED], values[_FLAGS]
         self._loop.update_num_microbatches(self._args.consumed_train_samples, consistency_check=False)
 
@@ -357,7 +368,8 @@ class DeferredSaves:
 
     def _save_is_due(self, iteration: int) -> bool:
         args = self._args
-        return bool(args.save and args.save_interval and iteration % args.save_interval == 0)
+        at_interval = bool(args.save_interval and iteration % args.save_interval == 0)
+        return bool(args.save) and (at_interval or self._state.batch_grows)
 
     def _save(self, train: Call, iteration: int) -> None:
         self._loop.save_checkpoint_and_time(
