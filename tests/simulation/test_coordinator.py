@@ -110,6 +110,14 @@ def test_a_store_that_refuses_costs_protection_and_never_training() -> None:
         simulation.run(seed)
 
 
+def test_of_a_copy_that_one_rank_could_not_write_the_others_leave_nothing_in_storage() -> None:
+    def fails(rank: int, persistent: bool, _: int, name: str) -> bool:
+        return persistent and rank == 1 and name == "seal"
+
+    _, job, _ = Simulation(DURABLE, store_fails=fails).run(6)
+    assert not [segment for segment in job.disk.segments.values() if segment.manifest]
+
+
 def test_reports_say_why_there_is_less_protection_than_asked_for() -> None:
     told: list[ProtectionReport] = []
 

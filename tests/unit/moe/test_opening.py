@@ -12,8 +12,9 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.runtime import opening
 from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState
-from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, open_memories, parallel_layout
+from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, Leases, open_memories, parallel_layout
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
 from megatron.core.dist_checkpointing.moe.types import Topology
 
@@ -71,6 +72,22 @@ def test_snapshots_of_an_earlier_attempt_are_not_given_back_with_it(tmp_path: Pa
     with pytest.raises(NoRoom):
         open_memories(config(tmp_path), PLACE, SIZES, FULL)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.rglob("*-000")] == ["slot-000"]
+
+
+def test_a_folder_that_is_named_in_two_ways_has_one_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "Lease", lambda where, *_: where)
+    monkeypatch.setattr(opening.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("run")
+
+    def leases(save: str, persist_dir: str) -> list[Any]:
+        config = MoECheckpointConfig(strategy="full", persist_dir=persist_dir)
+        return Leases(config, save, PLACE, [])._leases
+
+    for persist_dir in ("run", "run/", "./run", "link", str(tmp_path / "run")):
+        assert leases("run", persist_dir) == ["run"]
+    assert leases("s3://bucket/run", "s3://bucket/run/") == ["s3://bucket/run"]
+    assert leases("run", "other") == ["other", "run"]
 
 
 def test_a_layout_tells_apart_which_elements_ranks_step() -> None:

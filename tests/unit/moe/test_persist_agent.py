@@ -19,6 +19,7 @@ import pytest
 from descriptors import room_for_open_files
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.extensions.persist_agent import agent
 from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import (
     LOCK,
     PersistAgent,
@@ -129,6 +130,16 @@ def test_what_a_killed_trainer_was_persisting_is_published_whole_and_verified(
     assert storage.snapshots().torn == (), "what the trainer left is gone"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"rank {RANK}: its trainer ended while it persisted iteration 12; that was finished in ")
+
+
+def test_the_engine_is_imported_from_where_it_lies_without_the_finder_of_an_editable_install() -> None:
+    program = (
+        f"import sys; from {agent.__name__} import _skip_megatron_core; _skip_megatron_core(); print(*(path for name in ('', '.core', '.core.dist_checkpointing')"
+        " for path in sys.modules['megatron' + name].__path__))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    engine = Path(agent.__file__).parents[2]
+    assert ended.stdout.split() == [str(folder) for folder in (*engine.parents[:3],)][::-1]
 
 
 @pytest.mark.parametrize("said", ["nothing", "ended", "half a line"])

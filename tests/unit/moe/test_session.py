@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -64,3 +65,22 @@ def test_what_another_layout_left_is_served_for_as_long_as_a_recovery_may_pause(
         ProtectedSession._prepare_restart(session, None)
     assert found.value.args[0]["transport"] is session.patient
     assert found.value.args[0]["waits_s"] == RECOVERY_PATIENCE * 5.0, "a rank may read slow storage before it asks"
+
+
+def test_agents_that_still_persist_are_waited_for_as_long_as_a_recovery_may_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Waited(Exception):
+        pass
+
+    def waited(transport: object, work: Callable[[], None]) -> None:
+        monkeypatch.setattr(protected_session, "wait_for_agent", Mock(side_effect=Waited(transport)))
+        work()
+
+    for name in ("parallel_layout", "slot_of"):
+        monkeypatch.setattr(protected_session, name, Mock())
+    monkeypatch.setattr(protected_session, "raise_on_all_ranks", waited)
+    session = Mock()
+    with pytest.raises(Waited) as found:
+        ProtectedSession._open_memory(session)
+    assert found.value.args[0] is session.patient

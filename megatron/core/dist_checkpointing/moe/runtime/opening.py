@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import reduce
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -296,8 +297,10 @@ class Leases:
         if torch.distributed.get_rank() == 0:
             agents = tuple(sorted(set(filter(None, run))))
             forced = "" if config.take_over == ANY_JOB else config.take_over or ""
-            wanted = dict.fromkeys(filter(None, (save, config.persist_dir)))
-            self._leases = [Lease(where, Holder.here(place.job_here, place.agent, agents), forced) for where in wanted]
+            wanted = {_one_spelling(where): where for where in (config.persist_dir, save) if where}
+            self._leases = [
+                Lease(where, Holder.here(place.job_here, place.agent, agents), forced) for where in wanted.values()
+            ]
 
     def acquire(self) -> None:
         """Take all of them, or none. Raises UsageError where another job has one."""
@@ -322,6 +325,11 @@ class Leases:
         """Leave them to the next attempt of this job."""
         for lease in self._leases:
             lease.leave()
+
+
+def _one_spelling(where: str) -> str:
+    """Of a folder or URL: a second lease on one place would take the first one over."""
+    return where.rstrip("/") if "://" in where else str(Path(where).resolve())
 
 
 def leases_without_session(config: MoECheckpointConfig, save: str | None, place: ProcessInfo) -> Leases:

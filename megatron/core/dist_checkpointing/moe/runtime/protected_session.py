@@ -175,7 +175,8 @@ class ProtectedSession(Session):
         config, state = self.config, self.state
         layout = parallel_layout(self.topology, config.shard, state.buckets(self.control))
         self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, state.layout))
-        self._together(lambda: wait_for_agent(slot_of(config, self.place), config.persist_agent_s))
+        # Behind the longer patience: an agent may take longer than ranks wait for each other in training.
+        raise_on_all_ranks(self.patient, lambda: wait_for_agent(slot_of(config, self.place), config.persist_agent_s))
         places = config, self.place, self.job, self.strategy, state, self.training
         self.memory = RankMemory(*places, self.control, self.owners, self._clock)
         self.held.callback(lambda: self.memory.close(began=self._began))

@@ -329,6 +329,10 @@ class SnapshotTracker:
             self._free_storage()
         else:
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
+            # Other ranks may have written their parts: room that the next copy needs, and no other copy names them.
+            left = {piece.plan.iteration for piece in copy.pieces}
+            left -= {piece.plan.iteration for other in self.persisted.values() for piece in other.pieces}
+            self._free_from_storage(left)
             self._complain(
                 Level.PERSIST, f"the snapshot of iteration {round_.plan.iteration} was NOT persisted", task.failures
             )
@@ -337,16 +341,19 @@ class SnapshotTracker:
 
     def _free_storage(self) -> None:
         """Remove from storage what the last states there do not need."""
-        persister = self._persister
-        assert persister is not None
         copies = {span: copy for span, copy in self.persisted.items() if copy.state is PersistState.PERSISTENT}
         known = [piece for copy in copies.values() for piece in copy.pieces]
         kept = {piece.span for piece in kept_in_storage(known, self._persist_keep)}
         freed = {piece.plan.iteration for piece in known if piece.span not in kept}
         for span in copies.keys() - kept:
             self._put_copy(span, copies[span].after(PersistEvent.SUPERSEDED))
+        self._free_from_storage(freed)
+
+    def _free_from_storage(self, iterations: Collection[int]) -> None:
+        persister = self._persister
+        assert persister is not None
         # On the thread that writes: one after the other, so nothing is removed in the middle of a copy.
-        self._background.persist(lambda: persister.free(freed))
+        self._background.persist(lambda: persister.free(iterations))
 
     def _put_copy(self, span: range, copy: PersistedWindow) -> None:
         if copy.state in (PersistState.FAILED, PersistState.REMOVED):

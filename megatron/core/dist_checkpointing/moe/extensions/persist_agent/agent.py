@@ -238,7 +238,7 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
 
 def _skip_megatron_core() -> None:
     """Make the engine importable in this process without the packages above it, which would import torch."""
-    above = Path(__file__).resolve().parents[2:5]
+    above = Path(__file__).resolve().parents[3:6]
     for folder, name in zip(
         above[::-1], ("megatron", "megatron.core", "megatron.core.dist_checkpointing"), strict=True
     ):
