@@ -443,7 +443,8 @@ sys.exit(agent.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("reached", [pytest.param(True, marks=pytest.mark.ci), False])
+@pytest.mark.ci
+@pytest.mark.parametrize("reached", [True, False])
 def test_only_a_node_that_has_reached_the_meeting_point_says_that_the_batch_script_is_gone(
     reached: bool, asked: Path, tmp_path: Path
 ) -> None:

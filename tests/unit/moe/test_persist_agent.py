@@ -133,13 +133,16 @@ def test_what_a_killed_trainer_was_persisting_is_published_whole_and_verified(
 
 
 def test_the_engine_is_imported_from_where_it_lies_without_the_finder_of_an_editable_install() -> None:
-    program = (
-        f"import sys; from {agent.__name__} import _skip_megatron_core; _skip_megatron_core(); print(*(path for name in ('', '.core', '.core.dist_checkpointing')"
-        " for path in sys.modules['megatron' + name].__path__))"
-    )
+    program = f"""
+import sys
+from {agent.__name__} import _skip_megatron_core
+_skip_megatron_core()
+for name in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
+    print(*sys.modules[name].__path__)
+"""
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     engine = Path(agent.__file__).parents[2]
-    assert ended.stdout.split() == [str(folder) for folder in (*engine.parents[:3],)][::-1]
+    assert ended.stdout.split() == [str(engine.parents[above]) for above in (2, 1, 0)]
 
 
 @pytest.mark.parametrize("said", ["nothing", "ended", "half a line"])

@@ -454,6 +454,7 @@ def test_a_rank_that_stands_still_and_turns_out_not_to_run_is_named_as_such_befo
     assert stood[:2] == ["stopped", "stopped, it does not answer"] and len(stood) == 3, caplog.messages
 
 
+@pytest.mark.ci
 def test_a_rank_of_a_node_that_was_suspended_has_all_of_its_time_again(watched: Callable[[str], Watched]) -> None:
     rank = watched("heartbeat.own_heartbeat().moved()")
     rank.watch(0.5)
