@@ -306,7 +306,7 @@ def test_the_training_loop_never_asks_whether_there_is_a_session() -> None:
         assert not [test for test in tests if "session is" in test], name
 
 
-PRIVATE_ACCESSES = 110
+PRIVATE_ACCESSES = 111
 """Of tests, mostly hooks that change a running job from within; lower it when one goes. Two came with the probes of a
 rank that is slow to accept, and one with the state of a rendezvous that is cut off: neither shows anywhere else.
 Two are of the job with standbys, whose ranks say where their weights lie; two of a GPU that spins as torch aborts. Ten

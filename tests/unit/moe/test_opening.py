@@ -75,14 +75,16 @@ def test_snapshots_of_an_earlier_attempt_are_not_given_back_with_it(tmp_path: Pa
 
 
 def test_a_folder_that_is_named_in_two_ways_has_one_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "Lease", lambda where, *_: where)
+    taken: list[str] = []
+    monkeypatch.setattr(opening, "Lease", lambda where, *_: taken.append(where))
     monkeypatch.setattr(opening.torch.distributed, "get_rank", lambda: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("run")
 
-    def leases(save: str, persist_dir: str) -> list[Any]:
-        config = MoECheckpointConfig(strategy="full", persist_dir=persist_dir)
-        return Leases(config, save, PLACE, [])._leases
+    def leases(save: str, persist_dir: str) -> list[str]:
+        taken.clear()
+        Leases(MoECheckpointConfig(strategy="full", persist_dir=persist_dir), save, PLACE, [])
+        return taken
 
     for persist_dir in ("run", "run/", "./run", "link", str(tmp_path / "run")):
         assert leases("run", persist_dir) == ["run"]
