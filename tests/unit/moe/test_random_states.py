@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,8 +15,31 @@ import pytest
 import torch
 
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.megatron_state import trainer_state
 from megatron.pretrain.testing.te_on_cpu.wheel import place
+
+
+class Loop(trainer_state.NoLoopState):
+    """A loop that counts, and says more than older ones did."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3, trainer_state.SAMPLES: 8, trainer_state.MODEL: {}}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "refused"), [(trainer_state.SAMPLES, ""), (trainer_state.MODEL, ""), ("count", "count")]
+)
+def test_snapshots_of_older_releases_are_read_without_what_they_could_not_say(
+    lacks: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_state, "random_states", dict)
+    monkeypatch.setattr(trainer_state, "restore_random", lambda states: None)
+    optimizer: Any = SimpleNamespace(param_groups=[])
+    trainer = trainer_state.LiveTrainerState(optimizer, None, Loop(), ())
+    saved = {name: value for name, value in trainer.scalars().items() if name != lacks}
+    with pytest.raises(UnreadableCheckpoint, match=f"lacks trainer state: {refused}$") if refused else nullcontext():
+        trainer.restore(saved, trainer.tensors())
 
 
 class Device:

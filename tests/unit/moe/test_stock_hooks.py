@@ -15,6 +15,7 @@ from stock_stand_in import Manager, Optimizer, arguments, one_rank, stand_in
 from megatron.core import full_cuda_graph
 from megatron.core.dist_checkpointing.moe.errors import CheckpointFailure, UsageError
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import release
+from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import SAMPLES
 from megatron.core.dist_checkpointing.moe.replay.patches import graphs_off
 from megatron.core.dist_checkpointing.moe.stock.dense import StockSaves, _refuse_others
 from megatron.core.dist_checkpointing.moe.stock.hooks import Hooks
@@ -240,7 +241,7 @@ def test_a_save_is_made_up_for_where_the_fault_kept_from_it(newest: str | None, 
 def test_a_save_where_the_batch_grows_is_made_up_for(before: int, made_up: str) -> None:
     """0: of a snapshot that has no batch size."""
     args = arguments(save="somewhere", save_interval=9)
-    said = train(args, Manager([], found=2, recorded={"batch_size": before}))
+    said = train(args, Manager([], found=2, recorded={SAMPLES: before}))
     assert said == f"resume begin data rejoin {made_up}{ITERATION} save saved finish"
 
 

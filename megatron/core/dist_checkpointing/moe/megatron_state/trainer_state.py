@@ -111,6 +111,9 @@ _GROUP_FIELDS = ("lr", "weight_decay", "step")
 
 MODEL = "model"
 """What a loop may say of its model, for later starts: nothing is restored from it, and older snapshots lack it."""
+SAMPLES = "iteration_samples"
+"""On how many Megatron-LM's loop trained in the newest iteration."""
+_OPTIONAL = (MODEL, SAMPLES)
 
 
 class LoopState(Protocol):
@@ -237,7 +240,7 @@ class LiveTrainerState:
         """Which random states were made on another kind of device, where that can be accepted."""
         live = self.tensors()
         missing = sorted(
-            [name for name in self.scalars() if name not in scalars and name != MODEL]
+            [name for name in self.scalars() if name not in scalars and name not in _OPTIONAL]
             + [f"random/{name}" for name in live if name not in tensors]
         )
         if missing:

@@ -19,7 +19,7 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from ..core_versions.training import forget_auxiliary_losses
 from ..device import Arriving
 from ..errors import UsageError
-from ..megatron_state.trainer_state import random_states, restore_random
+from ..megatron_state.trainer_state import SAMPLES, random_states, restore_random
 from ..ports import Json
 from ..recovery.timeline import RecoveryTimeline
 from ..snapshot.coordinator import ProtectionReport
@@ -153,7 +153,6 @@ _OPERATIONS = "num_floating_point_operations_so_far"
 _EVALUATED = "evaluated_iteration"
 _FLAGS = "flags"
 _COMMAND = "command"
-_BATCH = "batch_size"
 
 
 class StockCounts:
@@ -226,7 +225,7 @@ class StockCounts:
         counts: dict[str, Json] = {name: getattr(self._args, name, 0) for name in _COUNTS}
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
-        counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, _BATCH: self._batch}
+        counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, SAMPLES: self._batch}
         return counts | {_FLAGS: self._flags, _COMMAND: self._command}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
@@ -236,7 +235,7 @@ class StockCounts:
         self._args.iteration = values["iteration"]
         self._operations = _number(values[_OPERATIONS])
         setattr(self._args, _OPERATIONS, self._operations)
-        self._samples_to_come, self._batch = 0, values.get(_BATCH, 0)  # which older snapshots lack
+        self._samples_to_come, self._batch = 0, values.get(SAMPLES, 0)  # which older snapshots lack
         self.evaluated, self.recorded_flags = values[_EVALUATED], values[_FLAGS]
         self._loop.update_num_microbatches(self._args.consumed_train_samples, consistency_check=False)
 
