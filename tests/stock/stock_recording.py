@@ -89,7 +89,7 @@ def unprotected() -> Iterator[None]:
     """The stock loop as it is: nothing of ours is wrapped around it."""
     from megatron.core.dist_checkpointing.moe import stock
 
-    def unwrapped(pretrain: Any, _: object, connect: Callable[[], object], **__: object) -> Any:
+    def unwrapped(pretrain: Any, _: object = None, connect: Callable[[], object] = lambda: None, **__: object) -> Any:
         connect()
         return pretrain
 
