@@ -93,6 +93,7 @@ class Simulation:
     each: Callable[[SimulatedJob, int], None] | None = None
     recovered: Callable[[int, RecoveryOutcome], None] | None = None
     notice_s: float = 0.01
+    data_timeout_s: float = 5.0
     max_starts: int = 12
     told: Told = field(default_factory=Told)
     job: SimulatedJob | None = None
@@ -140,7 +141,7 @@ class Rank:
     def __init__(self, simulation: Simulation, rank: int, ports: RankPorts) -> None:
         self._simulation, self._rank, self._ports = simulation, rank, ports
         self._config, self._told = simulation.config, simulation.told
-        self._control, self._data = ports.transport("control", 20.0), ports.transport("data", 5.0)
+        self._control, self._data = ports.transport("control", 20.0), ports.transport("data", simulation.data_timeout_s)
         topology = Topology(RANKS, ep=2, nodes=simulation.nodes(ports.start))
         kind = STRATEGIES[self._config.strategy]
         sizes = gathered_sizes(ports.capturer, self._control, of_all=kind.plans_by_sizes)
@@ -229,7 +230,10 @@ class Rank:
     def _coordinator(self, timeline: Lineage) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         replicator = Replicator(self._data, self._peers, self._owners) if self._config.replicas else None
-        worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
+        worker = ReplicationWorker(
+            ports.memory, replicator, self._data, ports.clock, identity,
+            patience_s=self._simulation.data_timeout_s / 2, owners=self._owners,
+        )  # fmt: skip
         persister = None
         if self._persistent is not None:
             persister = Persister(

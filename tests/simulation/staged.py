@@ -305,7 +305,9 @@ class StagedRank:
     def _protected(self, timeline: Lineage) -> Coordinator:
         ports, identity = self._ports, replace(self._identity, timeline=timeline)
         replicator = Replicator(self._data, self._peers, self._owners) if self._of.replicas else None
-        worker = ReplicationWorker(ports.memory, replicator, self._data, ports.clock, identity, owners=self._owners)
+        worker = ReplicationWorker(
+            ports.memory, replicator, self._data, ports.clock, identity, patience_s=2.5, owners=self._owners
+        )
         used = Ports(
             memory=ports.memory, capturer=ports.capturer, trainer=ports.trainer, control=self._control,
             executor=ports.lane, clock=ports.clock, owners=self._owners, buffer_specs=self._rooms,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from simulated import RANKS, Simulation
+from simulated_world.job import SimulatedJob
 from simulated_world.network import Network
+from simulated_world.world import Event, World
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
+from megatron.core.dist_checkpointing.moe.ports import PeerLost
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
 
 full = pytest.mark.full
@@ -18,6 +22,7 @@ FULL = MoECheckpointConfig(strategy="full", interval=2, replicas=1, timeout_s=60
 DURABLE = MoECheckpointConfig(
     strategy="full", interval=2, replicas=1, persist_dir="disk", persist_interval=4, timeout_s=60.0
 )
+EACH = replace(FULL, interval=1)
 
 
 def test_an_undisturbed_job_is_protected_to_its_end() -> None:
@@ -132,3 +137,63 @@ def test_reports_say_why_there_is_less_protection_than_asked_for() -> None:
     for why in ("no snapshot of iteration 6: still under way", "has too few replicas: "):
         assert any(why in report.reason for report in poor), why
     assert {report.reason for report in told if report.protection.state is ProtectionState.PROTECTED} <= {""}
+
+
+def slow(**given: Any) -> Simulation:
+    """Snapshots of all iterations, each of which takes 14 s to its peers and is waited for beside the next one."""
+
+    def takes_20_s(job: SimulatedJob, rank: int) -> None:
+        job.world.sleep(20.0)
+
+    def slow_links(world: World, ranks: int) -> Network:
+        return Network(world, ranks, bytes_per_s=400)
+
+    return Simulation(EACH, **{"network": slow_links, "each": takes_20_s, "data_timeout_s": 60.0} | given)
+
+
+def own_sealed(job: SimulatedJob, rank: int) -> set[int]:
+    """The iterations of a rank's own sealed snapshots."""
+    there = [one.snapshot for one in job.memory_of(rank).segments.values() if one.snapshot and one.manifest]
+    return {snapshot.iteration for snapshot in there if snapshot.rank == rank}
+
+
+def test_replicas_wait_for_room_as_long_as_an_iteration_takes(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = slow()
+    simulation.run(8)
+    assert "too few replicas" not in caplog.text
+    assert {report.protection.state for report in simulation.told.reports.values()} == {ProtectionState.PROTECTED}
+
+
+def test_a_restart_that_finds_three_snapshots_replicates_again_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    def has_three(rank: int, _: Event) -> bool:
+        job = simulation.job
+        if rank != 1 or job is None or job.starts:
+            return False
+        return len(set.intersection(*(own_sealed(job, one) for one in range(RANKS)))) == 3
+
+    simulation = slow(iterations=20)
+    _, _, starts = simulation.run(9, should_crash=has_three)
+    assert len(starts) == 2
+    assert "there is no room" not in caplog.text
+    assert {report.protection.state for report in simulation.told.reports.values()} == {ProtectionState.PROTECTED}
+
+
+def test_nothing_waits_for_room_any_more_once_training_has_failed() -> None:
+    waited: list[float] = []
+
+    def fail(job: SimulatedJob, rank: int) -> None:
+        job.world.sleep(20.0)
+        coordinator = simulation.told.coordinators[rank]
+        if job.starts or job.models[rank].iteration < 6:
+            return
+        job.world.sleep(20.0)
+        coordinator.failure()
+        begun_s = job.world.now_s()
+        assert coordinator.abandon()
+        waited.append(job.world.now_s() - begun_s)
+        raise PeerLost("another rank has failed")
+
+    simulation = slow(each=fail, data_timeout_s=600.0)
+    simulation.run(12)
+    assert len(waited) == RANKS
+    assert max(waited) < 20.0

@@ -92,6 +92,11 @@ class FakeLane:
         if wait:
             self._world.wait(f"waits for the end of lane {self._name}", lambda: not self._works)
 
+    @property
+    def has_ended(self) -> bool:
+        """As `ports.Executor.has_ended`."""
+        return not self._works
+
     def _drain(self) -> None:
         while self._tasks:
             self._tasks.popleft().run()

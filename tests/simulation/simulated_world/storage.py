@@ -79,7 +79,9 @@ class FakeStore:
         with self.memory.mutex:
             if suffice([len(self.memory.segments[name].data) for name in self._own], sizes):
                 return
-            left = sorted(self._own, key=lambda name: (not self.memory.segments[name].manifest, name))
+            # Also what an earlier process left: its snapshots take the room that they took there.
+            here = {*self._own, *(name for name, segment in self.memory.segments.items() if segment.manifest)}
+            left = sorted(here, key=lambda name: (not self.memory.segments[name].manifest, name))
             chosen: list[str] = []
             for size in sizes:
                 same = next((name for name in left if len(self.memory.segments[name].data) == size), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def damage(folder: Path) -> None:
 
 def arguments(root: Path, **values: Any) -> Namespace:
     given = {"load": str(root), "ckpt_step": None, "ckpt_format": "torch_dist", "auto_detect_ckpt_format": False}
-    given |= {"non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None}
+    given |= {"save": None, "non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None}
     return Namespace(**given | values)
 
 
@@ -84,6 +85,15 @@ def test_what_was_asked_for_by_number_is_not_replaced(tmp_path: Path) -> None:
     damage(tmp_path / "iter_0000004")
     with pytest.raises(UnreadableCheckpoint, match=r"no usable checkpoint; iter_0000004: .*__0_0\.distcp is damaged"):
         told(arguments(tmp_path, ckpt_step=4))
+
+
+@pytest.mark.parametrize("asked", [None, 4])
+def test_one_that_a_killed_save_had_moved_out_of_its_way_is_loaded_again(tmp_path: Path, asked: int | None) -> None:
+    save(tmp_path, 2, 4)
+    (tmp_path / "iter_0000004").rename(tmp_path / ".iter_0000004.removing")
+    with pytest.raises(UnreadableCheckpoint) if asked else nullcontext():  # another job may be at work there
+        assert told(arguments(tmp_path, ckpt_step=asked)) == (2, None)
+    assert told(arguments(tmp_path, ckpt_step=asked, save=str(tmp_path))) == (asked, None)
 
 
 def test_a_pretrained_checkpoint_is_compared_where_it_is_what_is_loaded(tmp_path: Path) -> None:

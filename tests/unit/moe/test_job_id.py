@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
+from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver, Room
 from megatron.core.dist_checkpointing.moe.runtime.process_info import JobClaim, ProcessInfo, agree_on_job
 from megatron.core.dist_checkpointing.moe.storage.manifest import encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
@@ -23,6 +23,7 @@ from megatron.pretrain.initialize import Launch
 
 NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "LOCAL_RANK", "MOE_CKPT_NODE", "MOE_CKPT_PATIENCE_S")
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])
+ROOM = Room(SystemClock(), 5.0, lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -116,9 +117,9 @@ def test_a_replica_of_another_job_is_not_kept(tmp_path: Path) -> None:
     manifest = encode(writer.seal(Facts("x", "digest", {}, {})))
     (tmp_path / "keeper").mkdir()
     keeper = MemoryStore(tmp_path / "keeper", "y", 0, [4096])
-    receiver = ReplicaReceiver(keeper, SystemClock(), "x")
+    receiver = ReplicaReceiver(keeper, ROOM, "x")
     assert not receiver.holds(receiver.manifest(1, manifest))
     with pytest.raises(UsageError, match="belongs to job x, and this rank to job y: no recovery would take it"):
-        ReplicaReceiver(keeper, SystemClock(), "y").holds(receiver.manifest(1, manifest))
+        ReplicaReceiver(keeper, ROOM, "y").holds(receiver.manifest(1, manifest))
     for store in (owner, keeper):
         store.close()

@@ -122,8 +122,9 @@ class Pair:
         identity = Identity("job", {}, frozenset(OPERATORS if rank == OWNER else ()))
         replicator = Replicator(transport, peers, owners)
         return ReplicationWorker(
-            self.stores[rank], replicator, transport, SystemClock(), identity, owners=owners, steps=StepOffers(rank)
-        )
+            self.stores[rank], replicator, transport, SystemClock(), identity,
+            patience_s=5.0, owners=owners, steps=StepOffers(rank),
+        )  # fmt: skip
 
     def protect(self, iteration: int, *, recorded: bool = True) -> SnapshotTask:
         """One round; what is older than the iteration before goes."""

@@ -16,13 +16,14 @@ from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import ShardSpread, holders
 from megatron.core.dist_checkpointing.moe.policy.placement import Placement, place_replicas
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver
+from megatron.core.dist_checkpointing.moe.replication.receiver import ReplicaReceiver, Room
 from megatron.core.dist_checkpointing.moe.replication.replicator import Exchange, ReplicaOffer, Replicator
 from megatron.core.dist_checkpointing.moe.storage.manifest import encode
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import Topology
 
 ITERATION = 3
+ROOM = Room(SystemClock(), 5.0, lambda: False)
 SIZES = {"dense": 900, "router": 1, "expert": 400, "random": 64}
 
 TOPOLOGIES = {
@@ -78,7 +79,7 @@ class Job:
     def _exchanged(self, network: Network, rank: int) -> Exchange:
         transport: Any = FakeTransport(network, rank, self.topology.world_size)
         replicator = Replicator(transport, self.placement.peers[rank], self.placement.kept_by[rank])
-        receiver = ReplicaReceiver(self.stores[rank], SystemClock(), rank=rank)
+        receiver = ReplicaReceiver(self.stores[rank], ROOM, rank=rank)
         with self.stores[rank].open(SnapshotId(ITERATION, rank)) as reader:
             return replicator.exchange(
                 ITERATION, [ReplicaOffer("snapshot", encode(reader.manifest), reader.raw())], receiver

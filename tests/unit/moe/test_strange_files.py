@@ -265,7 +265,7 @@ def test_a_dense_checkpoint_that_cannot_be_read_is_refused_in_a_line(pattern: st
                         list(checkpoint.read_blocks(tensor))
                     integrity.check(place / "iter_0000024")
             if path.name == TRACKER:
-                args = Namespace(load=str(place), ckpt_step=None, pretrained_checkpoint=None)
+                args = Namespace(load=str(place), save=None, ckpt_step=None, pretrained_checkpoint=None)
                 with in_time(), suppress(UsageError):
                     found = _candidates(args, "load")
                     # An empty tracker counts as lost, half of one names another iteration; nothing begins again.

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import (
     TrackedWindow,
     covered_pieces,
     kept_in_storage,
+    leaving_room,
     oldest_base,
 )
 from megatron.core.dist_checkpointing.moe.strategies import Piece
@@ -156,6 +157,17 @@ def test_an_old_snapshot_with_the_newest_moments_of_an_expert_stays() -> None:
 def test_master_weights_make_older_compute_weights_superfluous_but_not_the_reverse() -> None:
     assert freed([partial(1, (0, Part.COMPUTE)), partial(2, (0, Part.MASTER))]) == [1]
     assert freed([partial(1, (0, Part.MASTER)), partial(2, (0, Part.COMPUTE))]) == []
+
+
+@pytest.mark.parametrize(("places", "stay"), [(3, [4, 8]), (4, [2, 4, 8])])
+def test_after_a_restart_what_was_on_its_way_to_peers_leaves_its_room_to_the_newest(
+    places: int, stay: list[int]
+) -> None:
+    pieces = [Piece("dense", full_plan(iteration, EXPERTS)) for iteration in (2, 4, 6, 8)]
+    few = [Piece("expert", full_plan(iteration, EXPERTS)) for iteration in (4, 6)]
+    left = leaving_room([*pieces[4 - places :], *few], places)
+    assert [piece.plan.iteration for piece in left if piece.kind == "dense"] == stay
+    assert [piece for piece in left if piece.kind == "expert"] == few
 
 
 def test_pieces_of_one_snapshot_are_freed_by_kind() -> None:

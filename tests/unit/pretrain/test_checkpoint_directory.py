@@ -68,3 +68,15 @@ def test_staging_sweeps_what_a_killed_save_left_behind(directory: CheckpointDire
     directory.stage(3)
     directory.stage(6)
     assert [path.name for path in directory.root.iterdir()] == [".iter_0000006.saving"]
+
+
+def test_what_a_killed_save_had_moved_out_of_its_way_is_published_again(directory: CheckpointDirectory) -> None:
+    publish(directory, 3)
+    directory.stage(3)
+    # Killed between the two renames.
+    replaced = directory.folder(3).rename(directory.root / ".iter_0000003.removing")
+    directory.stage(6, keep=frozenset({3}))
+    assert replaced.is_dir(), "a save of it that is under way does that by itself"
+    directory.stage(9)
+    assert (directory.folder(3) / "content").read_text() == "3"
+    assert sorted(path.name for path in directory.root.iterdir()) == [".iter_0000009.saving", "iter_0000003", TRACKER]

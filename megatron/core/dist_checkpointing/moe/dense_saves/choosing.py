@@ -165,6 +165,9 @@ def _candidates(args: Any, load_arg: str) -> list[_Loadable]:
     """What Megatron-LM would load, and what may be taken in its place, best first. Raises UsageError."""
     root, asked = _root(args, load_arg), getattr(args, "ckpt_step", None)
     transient = _transient(args, root)
+    if root is not None and args.save is not None and root.absolute() == Path(args.save).absolute():
+        with contextlib.suppress(OSError):  # then an older one is taken
+            CheckpointDirectory(root).restore_replaced()
     found: list[_Loadable] = []
     if asked:
         found = [_Loadable(root, f"iter_{asked:07d}")] if root is not None else []

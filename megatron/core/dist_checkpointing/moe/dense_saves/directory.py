@@ -12,6 +12,9 @@ from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, read_track
 
 Step = int | Literal["release"]
 
+REPLACED = ".removing"
+"""Ends the name of a checkpoint that a save of the same iteration replaces; until that is there it is whole."""
+
 
 class CheckpointDirectory:
     """A folder of checkpoints as Megatron lays it out.
@@ -53,7 +56,9 @@ class CheckpointDirectory:
             OSError: The folder cannot be made.
         """
         make_folders(self.root)
-        self._sweep(frozenset(self.staging(other).name for other in keep))
+        self.restore_replaced(keep)
+        for other in self._staged(keep):
+            shutil.rmtree(other, ignore_errors=True)
         staging = self.staging(iteration)
         staging.mkdir()
         return staging
@@ -62,10 +67,24 @@ class CheckpointDirectory:
         """The hidden folder in which `iteration` is written."""
         return self.root / f".iter_{iteration:07d}.saving"
 
+    def restore_replaced(self, keep: frozenset[int] = frozenset()) -> None:
+        """Publish again what a killed save had moved out of its way, and not replaced yet. Only for who saves here.
+
+        Args:
+            keep: Iterations that are still being written.
+
+        Raises:
+            OSError: The folder cannot be read, or changed.
+        """
+        for entry in self._staged(keep) if self.root.is_dir() else []:
+            final = self.folder(int(entry.name.split(".")[1].removeprefix("iter_")))
+            if entry.suffix == REPLACED and not final.exists():
+                entry.rename(final)
+
     def place(self, iteration: int) -> None:
         """Make the staged `iteration` visible; the tracker stays as it is. Raises OSError."""
         staging, final = self.staging(iteration), self.folder(iteration)
-        replaced = self.root / f".iter_{iteration:07d}.removing"
+        replaced = staging.with_suffix(REPLACED)
         sync_directory(staging)
         if is_there := final.exists():
             final.rename(replaced)
@@ -86,7 +105,7 @@ class CheckpointDirectory:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""
         shutil.rmtree(self.staging(iteration), ignore_errors=True)
 
-    def _sweep(self, keep: frozenset[str] = frozenset()) -> None:
-        for entry in self.root.iterdir():
-            if STAGED.fullmatch(entry.name) and entry.name not in keep:
-                shutil.rmtree(entry, ignore_errors=True)
+    def _staged(self, keep: frozenset[int]) -> list[Path]:
+        """What saves have left, but for these iterations."""
+        kept = {self.staging(iteration).stem for iteration in keep}
+        return [entry for entry in self.root.iterdir() if STAGED.fullmatch(entry.name) and entry.stem not in kept]

@@ -229,10 +229,7 @@ class RestoredState:
 
     def windows(self) -> dict[range, TrackedWindow]:
         """The windows in memory."""
-        found: dict[range, TrackedWindow] = {}
-        for piece in self.kept:
-            window = found.get(piece.span, TrackedWindow(piece.span, WindowState.RESTORED))
-            found[piece.span] = replace(window, pieces=(*window.pieces, TrackedPiece(piece, Status.SEALED)))
+        found = _restored(self.kept)
         if self.spare:
             pieces = [Piece(kind, SnapshotPlan(iteration, {})) for iteration, kind in sorted(self.spare)]
             spare = tuple(TrackedPiece(piece, Status.SEALED) for piece in pieces)
@@ -268,6 +265,37 @@ def may_begin(iteration: int, windows: Collection[TrackedWindow], rounds: Commit
         kind for kind, _ in {(held.piece.kind, window.span) for window in windows for held in window.pieces}
     )
     return len(under_way) < MAX_OPEN_SPANS and max(taken.values(), default=0) < places
+
+
+def leaving_room(pieces: Sequence[Piece], places: int = PLACES) -> tuple[Piece, ...]:
+    """The pieces that stay, of what a recovery found in the memory of all ranks, so that training can continue.
+
+    Where ranks end all places may be taken: the oldest span is protected, the next was on its way to peers, and the
+    newest waits behind it. Replicas have one place less. What was on its way goes, as it is no safer than the newest.
+
+    Args:
+        pieces: In memory, of windows only whole ones.
+        places: Spans of one kind that memory has room for.
+    """
+    spans: dict[str, set[range]] = {}
+    for piece in pieces:
+        spans.setdefault(piece.kind, set()).add(piece.span)
+    on_the_way = {kind: sorted(found, key=lambda span: span[-1])[places - 2 : -1] for kind, found in spans.items()}
+    covered = covered_pieces(_restored(pieces).values())
+    return tuple(
+        piece
+        for piece in pieces
+        if piece.span not in on_the_way[piece.kind] or (piece.plan.iteration, piece.kind) not in covered
+    )
+
+
+def _restored(pieces: Iterable[Piece]) -> dict[range, TrackedWindow]:
+    """The windows of pieces that all ranks have in memory after a recovery."""
+    found: dict[range, TrackedWindow] = {}
+    for piece in pieces:
+        window = found.get(piece.span, TrackedWindow(piece.span, WindowState.RESTORED))
+        found[piece.span] = replace(window, pieces=(*window.pieces, TrackedPiece(piece, Status.SEALED)))
+    return found
 
 
 def oldest_base(windows: Iterable[TrackedWindow]) -> int | None:

@@ -34,7 +34,7 @@ from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoin
 from ..policy.availability import Survey
 from ..policy.lineage import Identity, Lineage, past
 from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_all
-from ..policy.tracking import RestoredState
+from ..policy.tracking import RestoredState, leaving_room
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
 from ..replay.densify import Replay
 from ..replay.execution import Subset
@@ -277,7 +277,7 @@ class Recovery:
         local.move_in([reader for reader in self._late if reader not in parked], used)
         self._late = []
         common = local.common(self._timeline, plan.target, self._job.order)
-        kept, persisted = common[Tier.OWN_MEMORY], common[Tier.PERSISTENT]
+        kept, persisted = leaving_room(common[Tier.OWN_MEMORY], self._strategy.places), common[Tier.PERSISTENT]
         names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
         if not rebuilt <= {iteration for iteration, _ in names}:
             # Some rank has it in storage only: then no rank gives up its own copy yet.

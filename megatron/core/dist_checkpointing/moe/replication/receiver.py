@@ -24,8 +24,33 @@ from .messages import Ranges, ReplicaPiece, Reply
 
 ALIGNMENT_BYTES = 64
 """Gaps between records are smaller; they are sent along."""
-PATIENCE_S = 10.0
 PAUSE_S = 0.005
+
+
+class Room:
+    """How long a rank waits for room in its memory, in one exchange.
+
+    Room is free once all ranks know how the exchange before ended, as the message of the next iteration tells them. That
+    takes as long as an iteration does: nothing but the patience of the owners limits it.
+
+    Args:
+        clock: Tells for how long room was waited for.
+        patience_s: Seconds of all waits together; less than owners wait for an answer.
+        is_stopped: Whether training has ended here, so that no further message comes.
+    """
+
+    def __init__(self, clock: Clock, patience_s: float, is_stopped: Callable[[], bool]) -> None:
+        self._clock, self._patience_s, self._is_stopped = clock, patience_s, is_stopped
+        self._until_s: float | None = None
+
+    def may_come(self) -> bool:
+        """After a moment: whether it makes sense to look again."""
+        if self._until_s is None:
+            self._until_s = self._clock.now_s() + self._patience_s
+        if self._is_stopped() or self._clock.now_s() >= self._until_s:
+            return False
+        self._clock.sleep(PAUSE_S)
+        return True
 
 
 Follow = Callable[[bytearray, MappedReader, Manifest, memoryview], None]
@@ -77,7 +102,7 @@ class ReplicaReceiver:
 
     Args:
         store: In memory.
-        clock: Tells for how long room was waited for.
+        room: Waits for room in it.
         job: In which they must have been made, else this node would list them in vain after a fault; empty for any.
         rank: Whose own snapshots are in the store; None: nobody's.
         follow: Makes a snapshot of a step, where peers send any.
@@ -86,12 +111,12 @@ class ReplicaReceiver:
     def __init__(
         self,
         store: MappedStore,
-        clock: Clock,
+        room: Room,
         job: str = "",
         rank: int | None = None,
         follow: Follow | None = None,
     ) -> None:
-        self._store, self._clock, self._job, self._rank, self._follow = store, clock, job, rank, follow
+        self._store, self._room, self._job, self._rank, self._follow = store, room, job, rank, follow
 
     def manifest(self, owner: int, data: bytes) -> Manifest:
         """The manifest of a snapshot, as its owner sent it.
@@ -172,19 +197,15 @@ class ReplicaReceiver:
         return None if self._rank is None else replace(wanted.snapshot, rank=self._rank)
 
     def begin(self, wanted: Manifest) -> StoreReplica | None:
-        """Space for the snapshot; None when none becomes free within PATIENCE_S. Raises StoreFailure."""
-        until_s = self._clock.now_s() + PATIENCE_S
+        """Space for the snapshot; None when none becomes free in time. Raises StoreFailure."""
         while True:
             try:
                 return StoreReplica(
                     self._store, self._store.reserve(wanted.snapshot, wanted.layout), wanted, self._follow
                 )
             except NoRoom:
-                # An owner that knows that older replicas are not needed may be a moment ahead of the rank that frees
-                # them.
-                if self._clock.now_s() >= until_s:
+                if not self._room.may_come():
                     return None
-                self._clock.sleep(PAUSE_S)
 
 
 def _shared(wanted: Manifest, own: Manifest) -> Iterator[tuple[Record, Record]]:

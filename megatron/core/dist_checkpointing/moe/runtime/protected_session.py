@@ -367,7 +367,14 @@ class ProtectedSession(Session):
         replicates = self.peers or self.owners
         replicator = Replicator(self.data, self.peers, self.owners, added.sends) if replicates else None
         worker = ReplicationWorker(
-            memory.store, replicator, self.data, self._clock, identity, owners=self.owners, steps=added.sender
+            memory.store,
+            replicator,
+            self.data,
+            self._clock,
+            identity,
+            patience_s=self.config.timeout_s / 2,  # owners wait for the answer as long as timeout_s
+            owners=self.owners,
+            steps=added.sender,
         )
         return Coordinator(self.job, self.strategy, ports, worker, self._persister(identity, added))
 

@@ -162,7 +162,8 @@ class Coordinator:
     def __init__(
         self, job: Job, strategy: Strategy, ports: Ports, worker: ReplicationWorker, persister: Persister | None
     ) -> None:
-        self._job, self._strategy, self._ports, self._persister = job, strategy, ports, persister
+        self._job, self._strategy, self._ports = job, strategy, ports
+        self._worker, self._persister = worker, persister
         self._background = BackgroundWork(ports.executor, timeout_s=job.config.timeout_s, strict=job.config.strict)
         self._messages = MessageExchange(ports.control, self._background.control, ports.clock)
         self._tracker = SnapshotTracker(job, strategy, worker, persister, self._background)
@@ -273,6 +274,7 @@ class Coordinator:
         copied = self._end_copy()
         if copied is not None:
             copied.abandon()
+        self._worker.stop()
         # Not waited for: a thread may be waiting for the lost peer, and this rank has to park in time.
         self._background.close(wait=False)
 

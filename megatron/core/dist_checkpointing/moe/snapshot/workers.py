@@ -31,7 +31,7 @@ from ..ports import (
     Task,
     Transport,
 )
-from ..replication.receiver import ReplicaReceiver
+from ..replication.receiver import ReplicaReceiver, Room
 from ..replication.replicator import ReplicaOffer, Replicator
 from ..storage.manifest import encode
 from ..strategies import Piece
@@ -235,15 +235,21 @@ class ReplicationWorker:
         clock: Clock,
         identity: Identity,
         *,
+        patience_s: float,
         owners: Sequence[int] = (),
         steps: StepSender | None = None,
     ) -> None:
-        """steps: sends peers that can follow the optimizer its steps in place of state."""
+        """patience_s: for how long a replica may wait for room. steps: sends peers that can follow the optimizer its
+        steps in place of state."""
         self._store, self._replicator, self._transport = store, replicator, transport
         self._clock, self._identity = clock, identity
         self._owners = tuple(owners)
-        self._connected = True
-        self._steps = steps
+        self._connected, self._is_stopped = True, False
+        self._patience_s, self._steps = patience_s, steps
+
+    def stop(self) -> None:
+        """Wait for no more room: training has ended. Called from another thread, and not waited for here."""
+        self._is_stopped = True
 
     def protect(self, task: SnapshotTask) -> None:
         """Carry one round out as far as it goes; how far, and why not farther, is left in `task`."""
@@ -322,7 +328,8 @@ class ReplicationWorker:
     def _exchange(self, replicator: Replicator, task: SnapshotTask, offered: Sequence[Piece] | None) -> None:
         readers, offers, rank = [], None, self._transport.rank
         follow = self._steps.follow if self._steps else None
-        receiver = ReplicaReceiver(self._store, self._clock, self._identity.job, rank, follow)
+        room = Room(self._clock, self._patience_s, lambda: self._is_stopped)
+        receiver = ReplicaReceiver(self._store, room, self._identity.job, rank, follow)
         try:
             if offered is not None:
                 readers = [self._store.open(SnapshotId(one.plan.iteration, rank, one.kind)) for one in offered]
