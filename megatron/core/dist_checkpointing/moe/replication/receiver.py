@@ -30,8 +30,8 @@ PAUSE_S = 0.005
 class Room:
     """How long a rank waits for room in its memory, in one exchange.
 
-    Room is free once all ranks know how the exchange before ended, as the message of the next iteration tells them. That
-    takes as long as an iteration does: nothing but the patience of the owners limits it.
+    Room is free once all ranks know how the exchange before ended, as the message of the next iteration tells them.
+    That takes as long as an iteration does: nothing but the patience of the owners limits it.
 
     Args:
         clock: Tells for how long room was waited for.
