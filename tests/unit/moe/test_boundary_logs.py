@@ -214,6 +214,18 @@ def test_where_windows_are_older_than_the_bound_coverage_says_so(
     assert said(caplog)[1:] == ["localized recovery available: boundary logs cover replays from iteration 5"]
 
 
+def test_more_logs_are_kept_from_the_iteration_on_in_which_the_window_grows(new: Callable[..., Rank]) -> None:
+    rank, more = new(), plan(lookback=LOOKBACK + 2)
+    rank.logs.begins(5, MICROBATCHES)
+    rank.passes(5)
+    rank.store.resize(more.sizes(MICROBATCHES))
+    rank.logs.fit(more)
+    rank.logs.on_commit(5, StepJournal(), {}, 4)
+    last = 5 + more.lookback
+    rank.train(range(6, last), lambda _: 4)
+    assert rank.held() == [*range(5, last)]
+
+
 def test_memory_never_holds_more_than_the_bound(new: Callable[..., Rank]) -> None:
     rank = new()
     total = rank.store.total_bytes

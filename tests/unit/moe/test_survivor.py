@@ -80,6 +80,17 @@ def test_copies_of_logs_have_ended_before_any_segment_goes(
     assert len(list(tmp_path.rglob("segment-*.bin"))) == len(BUFFERS.sizes(replace(PLAN, lookback=PLAN.lookback + 2)))
 
 
+def test_a_log_that_is_being_recorded_stays_where_more_logs_are_kept(
+    new: Callable[..., Survivor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor = new()
+    survivor.passes(5)
+    given_up: list[object] = []
+    monkeypatch.setattr(survivors.BoundaryLogs, "abandon", lambda logs: given_up.append(logs))
+    survivor.resize_logs(PLAN.lookback + 2)
+    assert not given_up
+
+
 def no_room(*_: object, **__: object) -> None:
     raise NoRoom("the tmpfs is full")
 

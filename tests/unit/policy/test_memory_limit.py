@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.strategies.base import NO_BUFFERS
 from megatron.core.dist_checkpointing.moe.strategies.full import Full
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import MemoryLimit, memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
-from megatron.core.dist_checkpointing.moe.types import OperatorSize, Topology
+from megatron.core.dist_checkpointing.moe.types import OperatorSize, RecoveryPlan, Scope, Topology
 
 LIMITS = {
     "200GiB": MemoryLimit(200 * 2**30),
@@ -116,6 +116,16 @@ def test_a_window_that_cannot_grow_stays_and_its_snapshot_is_planned_again() -> 
     assert said[-1] == "the window stays at 2 iterations"
     again = strategy.plan(3)
     assert again is not None and strategy.pieces(again)[0].span == range(3, 5)
+
+
+def test_a_strategy_that_gave_up_takes_no_snapshots_after_a_recovery_either() -> None:
+    before, after = Sparse(job_of()), Sparse(job_of())
+    while after.buffers_refused():
+        pass
+    assert before.plan(1) is not None
+    after.resumed(RecoveryPlan(0, Scope.GLOBAL, (), ()), before.to_data(), 1)
+    assert after.gave_up and not after.due(2) and after.plan(2) is None
+    assert after.buffer_specs() == NO_BUFFERS
 
 
 @pytest.mark.parametrize("name", ["full", "pec"])

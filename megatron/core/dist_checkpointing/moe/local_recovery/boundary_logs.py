@@ -132,6 +132,10 @@ class BoundaryLogs:
         """As `on_commit` found it last."""
         return self._coverage
 
+    def fit(self, plan: LogPlan) -> None:
+        """Keep as many logs as this plan says from here on."""
+        self._plan = plan
+
     def begins(self, iteration: int, microbatches: int) -> None:
         """Record what this rank sends from here on as the log of `iteration`, in place of one that is there.
 

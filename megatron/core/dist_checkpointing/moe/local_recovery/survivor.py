@@ -304,7 +304,6 @@ class Survivor:
             return
         plan = replace(self._plan, lookback=lookback)
         try:
-            self.settle()
             self._recorder.settle()
             self.store.resize(self._buffers.sizes(plan))
         except MoECheckpointError as error:
@@ -313,7 +312,8 @@ class Survivor:
             self._refused = lookback  # said once
             return
         self._plan = plan
-        self._logs = self._logs_of(self._identity)
+        if self._logs is not None:  # what it records stays: the window that begins now needs it
+            self._logs.fit(plan)
 
     def park(self, cause: Cause, strategy: Json, times: Json) -> str:
         """Put aside what is whole, as far as it is worth it. Never raises.

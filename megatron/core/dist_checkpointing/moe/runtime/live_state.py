@@ -309,7 +309,7 @@ class RankMemory:
     def make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
         places = self.store, self._state.capturer, self._control, self._owners
-        taker = BufferAllocator(*places, self.room, self.standby_bytes)
+        taker = BufferAllocator(*places, self.room, self.standby_bytes, self._config.strict)
         self.specs, _ = taker.fit(self._strategy, self.specs)
 
     def fit_logs(self) -> None:

@@ -280,7 +280,7 @@ class Sparse(Strategy):
         if data["ordering"] == self._ordering:
             self._popularity = self._popularity.from_data(data["popularity"])
         window = self._fixed or data["window"]
-        if window is not None:
+        if window is not None and not self._gave_up:
             self._table = self._timetable(window)
         return plan
 
