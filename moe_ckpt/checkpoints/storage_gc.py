@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, WrongSecret
-from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
+from megatron.core.dist_checkpointing.moe.policy.lineage import FORGOTTEN, Lineage
 from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
 from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
@@ -64,7 +64,7 @@ class RetainedState:
     def continues(self, stored: StoredSnapshot) -> bool:
         """Whether the job that made the retained state came from there, or left from there another way."""
         shared = {name for name, _ in self.timeline} & {name for name, _ in stored.timeline}
-        return bool(shared) and _job_kind(stored) == _job_kind(self.intact.leading)
+        return bool(shared - {FORGOTTEN}) and _job_kind(stored) == _job_kind(self.intact.leading)
 
 
 def storage_gc_plan(persist_dir: PersistDir, limits: GcLimits, advance: Advance) -> GcPlan:
@@ -216,7 +216,7 @@ def _elsewhere(stored: StoredSnapshot, retained: RetainedState, limits: GcLimits
     job = stored.facts.job
     if retained.continues(stored):
         own = {name for name, _ in stored.timeline}
-        later = [after for name, after in retained.timeline if name not in own]
+        later = [after for name, after in retained.timeline if name not in own | {FORGOTTEN}]
         went = f"training went back to iteration {later[0]}" if later else "training went back"
         return f"{went} and came another way", True
     if job in limits.ended:

@@ -12,6 +12,7 @@ from simulated import EXPERTS, LAYERS, RANKS, Simulation, journal_of
 from simulated_world.world import Event
 from test_guarantees import PEC, Vandal
 
+from megatron.core.dist_checkpointing.moe.policy import lineage
 from megatron.core.dist_checkpointing.moe.policy.lineage import attempt_of
 from megatron.core.dist_checkpointing.moe.recovery.recovery import RecoveryOutcome
 from megatron.core.dist_checkpointing.moe.types import OperatorId
@@ -146,6 +147,14 @@ def test_the_state_lacks_exactly_the_tokens_that_are_told(seeds: range) -> None:
     found = [costs_are_told(seed) for seed in seeds]
     assert sum(bool(one.told) for one in found) >= len(seeds) // 2
     assert any(one.fewer for one in found), "no job gave up what a fault had cost: nothing is shown of that"
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_copy_of_an_attempt_that_is_not_among_the_newest_restores_as_well(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lineage, "RECENT_ATTEMPTS", 1)
+    costs_are_told(seed)
 
 
 def test_what_routers_sent_in_a_step_that_was_skipped_is_reported_all_the_same() -> None:

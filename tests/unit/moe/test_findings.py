@@ -19,7 +19,15 @@ from thread_ranks import ThreadTransport, Together
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import RecoveryImpossible
 from megatron.core.dist_checkpointing.moe.policy.availability import rank_states, surveyed
-from megatron.core.dist_checkpointing.moe.policy.lineage import Identity, Lineage, newest_first, past
+from megatron.core.dist_checkpointing.moe.policy.lineage import (
+    RECENT_ATTEMPTS,
+    Identity,
+    Lineage,
+    continued,
+    newest_first,
+    past,
+    shortened,
+)
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence
 from megatron.core.dist_checkpointing.moe.recovery.findings import (
@@ -307,6 +315,22 @@ def test_a_rank_that_cannot_list_its_stores_ends_the_recovery_of_all() -> None:
 
     with ThreadPoolExecutor(together.size) as threads:
         list(threads.map(gather, range(together.size)))
+
+
+def test_a_copy_that_is_made_once_stays_of_the_past_of_any_number_of_attempts() -> None:
+    """As that of frozen experts is, of the first attempt; each attempt takes one snapshot of the rest."""
+    once = InventoryRow(SnapshotId(1, 0, "constant"), Tier.PERSISTENT, timeline=FIRST, job="job")
+    gone = InventoryRow(SnapshotId(3, 0, "constant"), Tier.PERSISTENT, timeline=(("else", 0),), job="job")
+    timeline: Lineage = FIRST
+    for number in range(1, 3 * RECENT_ATTEMPTS):
+        at = SnapshotId(4 * number, 0, "snapshot")
+        newest = InventoryRow(at, Tier.PERSISTENT, timeline=timeline, job="job")
+        judge = Judge(overview([once, gone, newest]), "job", lambda job: False)
+        assert judge.timelines[0] == timeline
+        judged = {row.snapshot for row in map(judge.judged, [once, gone, newest]) if row.may_be_of(timeline)}
+        assert judged == {once.snapshot, at}, number
+        timeline = continued(shortened(timeline, judge.left_of(timeline)), f"{number:03}", 4 * number)
+    assert len(timeline) < RECENT_ATTEMPTS + 4
 
 
 @given(st.integers(0, 1 << 4000))

@@ -26,7 +26,7 @@ from test_cli import run
 from verify_places import chained, dense, settled, tensor
 from verify_places import save as save_iteration
 
-from megatron.core.dist_checkpointing.moe.policy.lineage import attempt_name
+from megatron.core.dist_checkpointing.moe.policy.lineage import FORGOTTEN, attempt_name
 from megatron.core.dist_checkpointing.moe.ports import (
     Facts,
     Field,
@@ -321,6 +321,15 @@ def test_beside_a_snapshot_of_a_later_version_no_sealed_one_goes(
     plan = of_storage(tmp_path, keep_last=1)
     assert not freed(plan)
     assert "a later version" in plan.notes[0]
+
+
+def test_that_both_have_forgotten_attempts_does_not_make_one_job_of_two(tmp_path: Path) -> None:
+    others, own = (((FORGOTTEN, 0), attempt) for attempt in ((attempt_name(7, "x"), 4), (attempt_name(8, "y"), 4)))
+    Made(others, job="other").window(tmp_path, 6)
+    Made(own).window(tmp_path, 8)
+    plan = of_storage(tmp_path, keep_last=1)
+    assert not freed(plan)
+    assert reasons(plan, "iteration 6").startswith("it is of job other, from which the newest state does not come")
 
 
 def test_a_fresh_start_under_the_same_job_id_gives_no_right_to_the_earlier_run(tmp_path: Path) -> None:

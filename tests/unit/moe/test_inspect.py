@@ -277,7 +277,7 @@ def test_a_half_written_window_says_which_snapshot_it_lacks(data, tmp_path: Path
 
 
 STRANGE: tuple[dict[str, Any], ...] = (
-    {"timeline": 5}, {"timeline": [[1, 2, 3]]}, {"timeline": [[5, "x"]]}, {"timeline": [["a", 0]] * 65},
+    {"timeline": 5}, {"timeline": [[1, 2, 3]]}, {"timeline": [[5, "x"]]}, {"timeline": [["a", 0]] * 4097},
     {"window": "ab"}, {"window": [0, 10**12]}, {"window": [3, 2]}, {"operators": [[0, 9, 0, 6]]},
     {"operators": [[0, 3, 0, 99]]}, {"made_by": 5}, {"trainer": "x"}, {"trainer": {"command": 5}},
     {"trainer": {"command": {"flags": 5}}}, {"strategy": "x"}, {"strategy": {"ledger": 5}},

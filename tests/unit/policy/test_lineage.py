@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import (
     MAX_ATTEMPTS,
+    RECENT_ATTEMPTS,
     attempt_name,
     attempt_of,
     belongs,
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import (
     newest_first,
     number_of,
     past,
+    shortened,
 )
 
 FIRST = continued((), "a", 0)
@@ -76,12 +78,40 @@ def test_a_name_that_counting_does_not_lead_to_has_no_number(name: str) -> None:
     assert number_of(attempt_name(1 + largest_number([((name, 0),)]), "a")) == 1
 
 
-def test_old_attempts_are_forgotten_and_their_snapshots_with_them() -> None:
+def test_no_timeline_has_more_attempts_than_a_manifest_may_have() -> None:
     timeline = FIRST
     for index in range(MAX_ATTEMPTS):
         timeline = continued(timeline, f"b{index:03}", index + 1)
     assert len(timeline) == MAX_ATTEMPTS
     assert not belongs(FIRST, 1, timeline)
+
+
+def test_attempts_of_which_anything_is_left_are_never_forgotten_and_others_once_they_are_old() -> None:
+    timeline, made = FIRST, {1: FIRST}
+    for number in range(1, 10 * RECENT_ATTEMPTS):
+        timeline = continued(shortened(timeline, {"a", "b200"}), f"b{number}", 4 * number)
+        made[4 * number + 1] = timeline
+    assert len(timeline) <= RECENT_ATTEMPTS + 5
+    newest = 4 * (9 * RECENT_ATTEMPTS - 1)
+    kept = {iteration for iteration, led in made.items() if belongs(led, iteration, timeline)}
+    assert kept == {1, 801, *(iteration for iteration in made if iteration > newest)}
+
+
+def test_what_an_attempt_did_after_the_point_of_return_stays_out_of_the_past_when_the_next_one_is_forgotten() -> None:
+    timeline = continued(SECOND, "c", 12)
+    for number in range(RECENT_ATTEMPTS):
+        timeline = continued(timeline, f"d{number}", 20 + number)
+    timeline = shortened(timeline, {"a"})
+    assert belongs(FIRST, 6, timeline)
+    assert not belongs(FIRST, 9, timeline)
+
+
+def test_a_timeline_with_forgotten_attempts_is_newer_than_those_that_led_to_it() -> None:
+    way, ways = (("z", 0),), []
+    for number in range(1, 3 * RECENT_ATTEMPTS):
+        way = continued(shortened(way, {"z"}), attempt_name(number, "x"), number)
+        ways.append((way, number + 1))
+    assert newest_first(reversed(ways)) == [led for led, _ in reversed(ways)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), min_size=1, max_size=8))

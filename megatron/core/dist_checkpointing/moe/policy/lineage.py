@@ -11,8 +11,9 @@ and an attempt has a number larger than any that it found when it began. Clocks 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 from ..errors import UsageError
 from ..types import OperatorId, Piece
@@ -21,7 +22,16 @@ from ..types.layout import Facts, Json
 type Lineage = tuple[tuple[str, int], ...]
 """Attempts, oldest first: a name, as `attempt_name` gives it, and the iteration after which it continued."""
 
-MAX_ATTEMPTS = 64
+MAX_ATTEMPTS = 4096
+"""Of one timeline: each manifest has it, and what says more is damaged."""
+
+RECENT_ATTEMPTS = 64
+"""The newest ones of a timeline, which stay whether anything of them is left or not."""
+
+FORGOTTEN = ""
+"""In place of the names of attempts of which nothing is left. What others trained in their iterations is no part of
+their timeline, so they leave a gap there."""
+
 MOST_ATTEMPTS = 1 << 62
 """Far above the times of earlier versions, and the next ones still are integers of 64 bits."""
 
@@ -54,7 +64,7 @@ def largest_number(timelines: Iterable[Lineage]) -> int:
 def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
     """The timeline of an attempt that continues from a state of `timeline` as it was after iteration `after`.
 
-    The oldest attempts are forgotten beyond MAX_ATTEMPTS, and their snapshots with them.
+    The oldest attempts are lost beyond MAX_ATTEMPTS, and their snapshots with them.
 
     Args:
         timeline: The timeline that is continued.
@@ -69,6 +79,19 @@ def continued(timeline: Lineage, attempt: str, after: int) -> Lineage:
             f"an attempt cannot continue after iteration {after}: its timeline begins after {timeline[-1][1]}"
         )
     return (*timeline, (attempt, after))[-MAX_ATTEMPTS:]
+
+
+def shortened(timeline: Lineage, left: Collection[str | None]) -> Lineage:
+    """A timeline in which those attempts are forgotten that are not among the newest, and of which nothing is left.
+
+    A copy that is made once, or seldom, may be of any of them: what never changes, and single experts in storage.
+
+    Args:
+        timeline: Attempts in their order, each with the iteration after which it began.
+        left: The attempts of which anything is left.
+    """
+    older = ((name if name in left else FORGOTTEN, after) for name, after in timeline[:-RECENT_ATTEMPTS])
+    return (*(next(same) for _, same in groupby(older, lambda one: one[0])), *timeline[-RECENT_ATTEMPTS:])
 
 
 def past(timeline: Lineage, iteration: int) -> Lineage:
@@ -115,17 +138,22 @@ def newest_first(states: Iterable[tuple[Lineage, int]]) -> list[Lineage]:
     for timeline, iteration in states:
         if timeline:
             farthest[timeline] = max(farthest.get(timeline, iteration), iteration)
-    best: dict[Lineage, tuple[int, int]] = {}
+    numbers: dict[tuple[int, tuple[str, int]], int] = {}
+
+    def ways(timeline: Lineage) -> list[int]:
+        # Numbers of its beginnings, each an attempt longer: to hash thousands of attempts for each takes seconds.
+        return [*accumulate(timeline, lambda way, one: numbers.setdefault((way, one), len(numbers)), initial=-1)][1:]
+
+    best: dict[int, tuple[int, int]] = {}
     for timeline, iteration in farthest.items():
         largest = 0
-        for length in range(len(timeline), 0, -1):
-            largest = max(largest, number_of(timeline[length - 1][0]))
-            way = timeline[:length]
+        for way, (name, _) in zip(reversed(ways(timeline)), reversed(timeline), strict=True):
+            largest = max(largest, number_of(name))
             best[way] = max(best.get(way, (0, iteration)), (largest, iteration))
 
     def age(timeline: Lineage) -> list[tuple[tuple[int, int], tuple[str, int]]]:
         # Compared from the oldest attempt on; of two that are equal as far as they go, the longer list is larger.
-        return [(best[timeline[: at + 1]], attempt) for at, attempt in enumerate(timeline)]
+        return [(best[way], attempt) for way, attempt in zip(ways(timeline), timeline, strict=True)]
 
     return sorted(farthest, key=age, reverse=True)
 

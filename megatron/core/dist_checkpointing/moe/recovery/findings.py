@@ -16,7 +16,7 @@ from functools import cached_property
 import msgspec
 
 from ..policy.availability import OperatorOrder, StageState, Survey
-from ..policy.lineage import Lineage, largest_number, newest_first
+from ..policy.lineage import Lineage, attempt_of, largest_number, newest_first
 from ..ports import SnapshotId
 from ..types import (
     LOG,
@@ -192,6 +192,11 @@ class Judge:
         """
         own = (trace for trace in self.overview.traces if trace.job == self.job and iteration in self._usable(trace))
         return any(is_past(trace.timeline, iteration, timeline) for trace in own)
+
+    def left_of(self, timeline: Lineage) -> set[str | None]:
+        """The attempts of a timeline of whose state anything is left."""
+        states = ((one, trace.timeline) for trace in self.overview.traces for one in trace.states)
+        return {attempt_of(timeline, one) for one, led in states if is_past(led, one, timeline)}
 
     def diverged_alone(self, target: int, timeline: Lineage) -> Divergence | None:
         """A replay of single stages that was to lead to a certain state, and diverged; None where there is none.

@@ -32,7 +32,7 @@ from operator import or_
 
 from ..errors import MoECheckpointError, RecoveryImpossible, UnreadableCheckpoint, format_error
 from ..policy.availability import Survey
-from ..policy.lineage import Identity, Lineage, past
+from ..policy.lineage import Identity, Lineage, past, shortened
 from ..policy.rollback import base_for, ranks_of, restored, segment_of, sends_all
 from ..policy.tracking import RestoredState, leaving_room
 from ..ports import Json, PeerLost, Reader, Restorer, SnapshotId
@@ -65,7 +65,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """A recovery that was carried out: training continues after `plan.target`, whose snapshot has this timeline."""
+    """A recovery that was carried out: training continues after `plan.target`, whose snapshot has this timeline but for
+    attempts of which nothing is left."""
 
     plan: RecoveryPlan
     timeline: Lineage
@@ -285,7 +286,8 @@ class Recovery:
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, _oldest(names | spare, plan.target), parked)
         state = RestoredState(plan.target, kept, by_window(persisted), spare - names)
-        return RecoveryOutcome(plan, self.timeline, state, self._table(plan, ended))
+        timeline = shortened(self.timeline, self._found.judge.left_of(self._timeline))
+        return RecoveryOutcome(plan, timeline, state, self._table(plan, ended))
 
     def _await_all(self, plan: RecoveryPlan, compared: ComparedIterations) -> EndedRecovery:
         """Wait for all ranks; what they compared in their replays, and found, together."""
