@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from simulated import EXPERTS, LAYERS, RANKS, Simulation, journal_of
+from simulated import EXPERTS, LAYERS, OPERATORS, RANKS, Simulation, journal_of
 from simulated_world.world import Event
 from test_guarantees import PEC, Vandal
 
 from megatron.core.dist_checkpointing.moe.policy import lineage
 from megatron.core.dist_checkpointing.moe.policy.lineage import attempt_of
 from megatron.core.dist_checkpointing.moe.recovery.recovery import RecoveryOutcome
+from megatron.core.dist_checkpointing.moe.storage.manifest import decode
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 ITERATIONS, INPUT_TOKENS, TOPK = 20, 64, 2
@@ -155,6 +156,30 @@ def test_a_copy_of_an_attempt_that_is_not_among_the_newest_restores_as_well(
 ) -> None:
     monkeypatch.setattr(lineage, "RECENT_ATTEMPTS", 1)
     costs_are_told(seed)
+
+
+def test_another_storage_gets_all_experts_after_a_restart_from_memory() -> None:
+    config = replace(PEC, pec_k_snapshot=1, persist_dir="disk", persist_interval=2)
+    simulation = Simulation(config, iterations=19, between=lambda job: job.disk.wipe())
+    simulation.counts = lambda rank, iteration: routed(0, rank, iteration)
+    _, job, _ = simulation.run(1, should_crash=killed_after(simulation, 15))
+    assert simulation.told.outcomes, "it was killed, and memory stayed"
+    manifests = [decode(segment.manifest, name) for name, segment in job.disk.segments.items()]
+    stored = {tuple(row[:3]) for one in manifests for row in one.facts.scalars["operators"]}
+    assert stored >= {(one.layer, one.kind.value, one.expert) for one in OPERATORS if one.is_expert}
+
+
+def killed_after(simulation: Simulation, iteration: int) -> Callable[[int, Event], bool]:
+    """Kills a rank once, when it has come so far."""
+    done: list[int] = []
+
+    def strike(rank: int, event: Event) -> bool:
+        if done or rank < 0 or simulation.job is None or simulation.job.models[rank].iteration < iteration:
+            return False
+        done.append(rank)
+        return True
+
+    return strike
 
 
 def test_what_routers_sent_in_a_step_that_was_skipped_is_reported_all_the_same() -> None:

@@ -265,6 +265,8 @@ class World:
         plan = self.strategy.resumed(plan, data, self.iteration)
         assert plan == twin
         self.recovered(plan)
+        for strategy in (self.strategy, self.twin):
+            strategy.on_stored(self.stored)
         return plan
 
     def recovered(self, plan: RecoveryPlan) -> None:

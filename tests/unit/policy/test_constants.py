@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.moe.types import (
     Lost,
     OperatorId,
     Part,
+    RecoveryPlan,
+    Scope,
     SnapshotPlan,
     Tier,
     Topology,
@@ -62,6 +64,17 @@ def test_each_level_gets_one_copy_and_one_that_failed_is_made_again() -> None:
     assert [piece.kind for piece in full.pieces(fourth)] == ["snapshot"]
     full.on_commit(third, Level.REPLICAS, False)
     assert planned(full, 5).constant == EXPERTS, "a peer lacks it"
+
+
+@pytest.mark.parametrize(("stored", "is_written"), [([ONCE], False), ([], True), ([full_plan(2, REST)], True)])
+def test_storage_that_turns_out_to_have_no_copy_gets_one(stored: list[SnapshotPlan], is_written: bool) -> None:
+    """Another folder was named, or the one of before was emptied, while memory stayed."""
+    full, resumed = strategy(), strategy()
+    data = full.to_data()
+    data["constants"]["levels"] = sorted(level.value for level in (Level.SNAPSHOT, Level.PERSIST))
+    resumed.resumed(RecoveryPlan(2, Scope.GLOBAL, (), ()), data, 2)
+    resumed.on_stored(stored)
+    assert bool(planned(resumed, 3).constant) is is_written
 
 
 def recovered(*plans: SnapshotPlan) -> tuple[int, dict[int, frozenset[OperatorId]]]:

@@ -22,10 +22,15 @@ from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorSize,
     Part,
+    RecoveryPlan,
+    Scope,
     SnapshotPlan,
+    Tier,
     Topology,
     expert,
+    full_plan,
 )
+from megatron.core.dist_checkpointing.moe.types.recovery import Taken
 
 PEC = MoECheckpointConfig(strategy="pec", interval=1)
 STORING = replace(PEC, persist_dir="/storage", persist_interval=4)
@@ -367,6 +372,43 @@ def test_after_a_recovery_from_memory_the_turn_continues() -> None:
     plan = world.fault(lose_node=False)
     assert plan is not None
     assert len(experts_of(world.strategy.plan(plan.target + 1))) < 24
+
+
+def resumed_with(stored: list[SnapshotPlan], *, target: int = 8) -> Pec:
+    """That was killed after an iteration of which memory has all, and then finds this in storage."""
+    job = job_of(replace(STORING, pec_k_snapshot=1))
+    pec, resumed = Pec(job), Pec(job)
+    for iteration in range(1, target + 1):
+        written(pec, iteration)
+    experts = frozenset(one for one in job.operators if one.is_expert)
+    # From storage, as what survivors of another layout have in memory is seen.
+    taken = Taken(Tier.PERSISTENT, -1, target, Part.MASTER_AND_MOMENTS, experts, "0")
+    plan = RecoveryPlan(target, Scope.GLOBAL, (), (), all_taken=(taken,))
+    resumed.resumed(plan, pec.to_data(), target)
+    resumed.on_stored(stored)
+    return resumed
+
+
+def test_storage_that_turns_out_to_lack_any_expert_gets_all_of_them_again() -> None:
+    everything = full_plan(4, job_of(STORING).operators)
+    all_but_one = SnapshotPlan(4, {one: part for one, part in everything.parts.items() if one != expert(2, 3)})
+    weights = SnapshotPlan(5, {expert(2, 3): Part.MASTER})
+    for stored, is_whole in (
+        ([everything], True),
+        ([], False),
+        ([all_but_one], False),
+        ([all_but_one, weights], False),
+    ):
+        pec = resumed_with(stored)
+        for iteration in range(9, 12):
+            step(pec, iteration)
+        part = written(pec, 12)
+        assert (len(experts_of(part)) < 24) is is_whole, stored
+
+
+def test_what_survivors_have_in_memory_does_not_count_as_a_copy_in_storage() -> None:
+    pec = resumed_with([full_plan(4, job_of(STORING).operators)])
+    assert set(pec._state.unsaved(Level.PERSIST).values()) == {4 * 10}, "iterations 5 to 8"
 
 
 def test_impossible_numbers_name_the_flags() -> None:

@@ -278,14 +278,16 @@ class Recovery:
         local.move_in([reader for reader in self._late if reader not in parked], used)
         self._late = []
         common = local.common(self._timeline, plan.target, self._job.order)
-        kept, persisted = leaving_room(common[Tier.OWN_MEMORY], self._strategy.places), common[Tier.PERSISTENT]
+        kept = leaving_room(common[Tier.OWN_MEMORY], self._strategy.places)
+        persisted = by_window(common[Tier.PERSISTENT])
+        self._strategy.on_stored([stored for plans in persisted for stored in plans])
         names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
         if not rebuilt <= {iteration for iteration, _ in names}:
             # Some rank has it in storage only: then no rank gives up its own copy yet.
             spare = frozenset(one for one in ended.memory if one[0] in used)
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, _oldest(names | spare, plan.target), parked)
-        state = RestoredState(plan.target, kept, by_window(persisted), spare - names)
+        state = RestoredState(plan.target, kept, persisted, spare - names)
         timeline = shortened(self.timeline, self._found.judge.left_of(self._timeline))
         return RecoveryOutcome(plan, timeline, state, self._table(plan, ended))
 

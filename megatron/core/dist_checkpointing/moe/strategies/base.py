@@ -15,6 +15,7 @@ same methods, so what is predicted is what runs:
     after a fault:
         plan = strategy.recover(inventory, lost, topology)
         strategy.resumed(plan, data, fault_iteration)     data: what `to_data` gave when the target was snapshotted
+        strategy.on_stored(plans)                         what storage has of that past, once all have restored it
 
 `Strategy` has the answers of one that snapshots by itself, all in one piece, at the interval of the flags, and that
 counts and measures nothing else. A subclass has to give `plan` and `buffer_specs`.
@@ -431,3 +432,10 @@ class Strategy(ABC):
         self._interval_policy = self._interval_policy.from_data(data["rhythm"])
         self._constants = self._constants.resumed(data, plan)
         return plan
+
+    def on_stored(self, plans: Sequence[SnapshotPlan]) -> None:
+        """What a recovery found in the storage of this job, of all ranks, oldest first; called after `resumed`.
+
+        It may be less than was stored once: `--moe-ckpt-persist-dir` can name another folder, or was emptied.
+        """
+        self._constants = self._constants.on_stored(plans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -256,6 +256,11 @@ class ConstantState:
         elif known["under_way"]:
             levels |= {Level.SNAPSHOT}
         return replace(fresh, saved=frozenset(levels))
+
+    def on_stored(self, plans: Sequence[SnapshotPlan]) -> ConstantState:
+        """As `Strategy.on_stored`."""
+        has_all = self.operators <= frozenset[OperatorId]().union(*(plan.constant for plan in plans))
+        return self if has_all else replace(self, saved=self.saved - {Level.PERSIST})
 
 
 def constant_plan(operators: frozenset[OperatorId]) -> SnapshotPlan:

@@ -10,7 +10,7 @@ from operator import add, sub
 from typing import Any, NamedTuple
 
 from ...errors import UsageError
-from ...types import Level, OperatorId
+from ...types import Level, OperatorId, expert
 
 Counts = tuple[tuple[int, ...], ...]
 """Whole numbers by MoE layer (in the order of the ledger's `layers`) and expert."""
@@ -262,6 +262,22 @@ class TokenLedger:
                 histories[operator.expert] = pruned_history((*histories[operator.expert], copy), kept)
         copies = tuple(tuple(rows[row]) if row in rows else old for row, old in enumerate(self.copies[level]))
         return replace(ledger, copies={**self.copies, level: copies})
+
+    def limited(self, level: Level, newest: Mapping[OperatorId, int]) -> TokenLedger:
+        """The ledger once it is known that no newer copies are there than these.
+
+        Args:
+            level: Where the copies are.
+            newest: The iteration of each expert's newest copy; experts that are not named have none.
+        """
+        copies = tuple(
+            tuple(
+                tuple(copy for copy in history if copy.iteration <= newest.get(expert(layer, index), -1))
+                for index, history in enumerate(row)
+            )
+            for layer, row in zip(self.layers, self.copies[level], strict=True)
+        )
+        return replace(self, copies={**self.copies, level: copies})
 
     def unsaved(self, level: Level) -> Counts:
         """Tokens of each expert since its last saved copy at `level`: what selection goes by (PEC Alg. 1)."""

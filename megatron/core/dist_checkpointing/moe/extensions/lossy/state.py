@@ -236,6 +236,19 @@ class LossyState:
         )
         return state, lost
 
+    def on_stored(self, newest: Mapping[OperatorId, int]) -> LossyState:
+        """Storage turned out to have certain copies and no others, whatever was persisted once.
+
+        Args:
+            newest: The iteration of each expert's newest one.
+        """
+        has_all = self.experts <= newest.keys()
+        return replace(
+            self,
+            complete=self.complete if has_all else self.complete - {Level.PERSIST},
+            ledger=self.ledger.limited(Level.PERSIST, newest) if self.ledger else None,
+        )
+
     @property
     def _counted(self) -> int:
         """So many that ages reach every limit: below 2 N writes, or 2 N snapshots and N more to be taken in."""

@@ -16,7 +16,7 @@ from ...types import Inventory, Level, Lost, OperatorId, Piece, RecoveryPlan, Sn
 from .dynamic_k import PltLimit
 from .ledger import TWO_LEVELS
 from .pieces import expert_pieces, kinds_of
-from .recovery import mlt, plan_lossy_recovery, plt_pec
+from .recovery import PARTS, mlt, plan_lossy_recovery, plt_pec
 from .state import LossyState
 
 
@@ -109,6 +109,13 @@ class Lossy(Strategy):
         plan = super().resumed(plan, data, fault_iteration)
         self._state, lost_tokens = self._state.resumed(data, plan, fault_iteration)
         return replace(plan, lost_tokens=lost_tokens)
+
+    def on_stored(self, plans: Sequence[SnapshotPlan]) -> None:
+        """As `Strategy.on_stored`."""
+        super().on_stored(plans)
+        master, moments = ({one: plan.iteration for plan in plans for one in plan.giving(part)} for part in PARTS)
+        newest = {one: min(iteration, moments[one]) for one, iteration in master.items() if one in moments}
+        self._state = self._state.on_stored(newest)
 
     def report(self) -> LossReport:
         """What faults have cost so far, for tables and metrics."""
