@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves.flags import unfit_expert_saves
+from megatron.core.dist_checkpointing.moe.stock.dense import saves_raw
 
 SAVING = {
     "save": "here",
@@ -48,6 +49,40 @@ def refused(strategy: str = "full", **changes: object) -> list[str]:
 def test_flags_that_cannot_leave_experts_out_are_refused(changes: dict[str, object], reason: str) -> None:
     (sentence,) = refused(**changes)
     assert reason in sentence
+
+
+@pytest.mark.parametrize("no_save_optim", [None, True])
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("reshardable", [False, True])
+@pytest.mark.parametrize(
+    ("low", "named"),
+    [
+        ({}, None),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False},
+            "--fp8-format hybrid with --fp8-recipe",
+        ),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp8_param_gather": False}, None),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True}, "--fp8-param-gather"),
+        ({"fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": True}, None),
+        ({"fp4_param_gather": True}, "--fp4-param-gather"),
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+    ],
+)
+def test_state_that_is_saved_as_it_is_is_refused_by_the_flag_it_comes_from(
+    low: dict[str, object], named: str | None, reshardable: bool, distributed: bool, no_save_optim: bool | None
+) -> None:
+    changes = {
+        "use_distributed_optimizer": distributed,
+        "dist_ckpt_optim_fully_reshardable": reshardable,
+        "no_save_optim": no_save_optim,
+    }
+    sentences = refused(**low | changes)
+    is_raw = saves_raw(argparse.Namespace(**SAVING | low | changes), object())
+    assert is_raw == any("only if it is saved as it is, with all experts; leave one" in one for one in sentences)
+    assert is_raw == bool(named and not reshardable)
+    assert len(sentences) == (is_raw or (distributed and not reshardable and not no_save_optim))
+    assert not is_raw or f"does not go with {named}" in sentences[0]
 
 
 @pytest.mark.parametrize(

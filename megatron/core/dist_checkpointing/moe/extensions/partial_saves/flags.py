@@ -70,7 +70,12 @@ def _unfit_experts(args: Any, strategy: str) -> Iterator[str]:
         yield f"{told} must be at most --num-experts {args.num_experts}"
     if args.ckpt_format != "torch_dist":
         yield f"{told} needs --ckpt-format torch_dist, not {args.ckpt_format}"
-    if args.use_distributed_optimizer and not args.no_save_optim and not args.dist_ckpt_optim_fully_reshardable:
+    if (cause := _low_precision(args)) and not args.dist_ckpt_optim_fully_reshardable:
+        yield (
+            f"{told} does not go with {cause}: such state comes back to the bit only if it is saved as it is, with all"
+            " experts; leave one of the two out"
+        )
+    elif args.use_distributed_optimizer and not args.no_save_optim and not args.dist_ckpt_optim_fully_reshardable:
         yield (
             f"{told}: the distributed optimizer is saved in buckets that many parameters share, from which no expert"
             " can be left out; add --dist-ckpt-optim-fully-reshardable"
@@ -86,3 +91,16 @@ def _unfit_experts(args: Any, strategy: str) -> Iterator[str]:
         )
     if getattr(args, "non_persistent_ckpt_type", None) == "global":
         yield f"{told} does not go with --non-persistent-ckpt-type global, which keeps one checkpoint only"
+
+
+def _low_precision(args: Any) -> str:
+    """The flags for which `stock.dense.saves_raw` saves state as it is; empty without any."""
+    if getattr(args, "use_precision_aware_optimizer", False):
+        return "--use-precision-aware-optimizer"
+    if getattr(args, "fp4_param_gather", False):
+        return "--fp4-param-gather"
+    if not getattr(args, "fp8", None):
+        return ""
+    if args.fp8_param_gather:
+        return "--fp8-param-gather"
+    return f"--fp8-format {args.fp8} with --fp8-recipe delayed" if args.fp8_recipe == "delayed" else ""
