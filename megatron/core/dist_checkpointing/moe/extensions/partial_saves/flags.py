@@ -72,8 +72,8 @@ def _unfit_experts(args: Any, strategy: str) -> Iterator[str]:
         yield f"{told} needs --ckpt-format torch_dist, not {args.ckpt_format}"
     if (cause := _low_precision(args)) and not args.dist_ckpt_optim_fully_reshardable:
         yield (
-            f"{told} does not go with {cause}: such state comes back to the bit only if it is saved as it is, with all"
-            " experts; leave one of the two out"
+            f"--save-experts {k} does not go with {cause}: such state comes back to the bit only if it is saved as it"
+            " is, with all experts; leave one of the two out"
         )
     elif args.use_distributed_optimizer and not args.no_save_optim and not args.dist_ckpt_optim_fully_reshardable:
         yield (
