@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import click
 
@@ -39,7 +40,7 @@ the host memory is refused. A system that may lose updates is tried where no exa
 
 @job_command(HELP)
 @click.option("--mtbf", "mtbf_s", type=Duration(), required=True, metavar="TIME", help="Between faults of the job.")
-@number("--host-memory-gb", default=None, help="For checkpoints, on a node [default: 3/4 of the cluster's].")
+@number("--host-memory-gb", default=None, help="For checkpoints, on a node [default: half, as a tmpfs has].")
 @click.option("--hours", "run_s", type=HoursType(), metavar="TIME", help="Of a run [default: 12h, or 40 faults].")
 @number("--seeds", default=20, maximum=1000, show_default=True, help="Runs that are simulated of each setting.")
 @system_option
@@ -61,9 +62,10 @@ def advise(
         machine.cluster,
         constants=machine.constants,
         mtbf_s=mtbf_s,
-        memory_bytes=None if host_memory_gb is None else host_memory_gb * 10**9,
+        memory_bytes=flags.limit_bytes if host_memory_gb is None else host_memory_gb * 10**9,
         duration_s=run_s,
         seeds=seeds,
+        replicas=flags.config.replicas,
     )
     for line in first_answers(question, names):
         click.echo(line, err=True)
@@ -71,7 +73,8 @@ def advise(
         found = advise_on(question, names, done)
     if found.recommended is None and not systems:
         found = advise_on(question)
-    return as_report(question, found)
+    report = as_report(question, found)
+    return replace(report, notes=(*report.notes, *flags.left_out("replicas", "memory_limit")))
 
 
 def first_answers(question: Question, names: Sequence[str]) -> Iterator[str]:

@@ -14,9 +14,11 @@ from typing import Any
 
 import click
 
-from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags, from_namespace
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags, flag_name, from_namespace
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.placement import replica_count
 from megatron.core.dist_checkpointing.moe.strategies import STRATEGIES
+from megatron.core.dist_checkpointing.moe.strategies.memory_report import MemoryLimit
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, ModelShape, Topology
 from moe_ckpt.report import Report, show
 
@@ -80,6 +82,27 @@ class JobFlags:
     def topology(self) -> Topology:
         """The layout of ranks."""
         return self.setting.job.topology
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """`--moe-ckpt-memory-limit` on a node of the cluster."""
+        if self.config.memory_limit is None:
+            return None
+        return MemoryLimit.parse(self.config.memory_limit).of_node(self.setting.cluster.host_memory_bytes)
+
+    def left_out(self, *taken: str) -> tuple[str, ...]:
+        """Sentences that list the flags of the job that have no effect. taken: settings of `config` that have one; of
+        a plan, which has none to name, all of them do, and `--freeze-experts`."""
+        not_modelled, unused = self.not_modelled, self.unused
+        if taken:
+            not_modelled += ("--freeze-experts",) * self.frozen_experts
+            unused += tuple(
+                flag_name(field, MoECheckpointConfig.PREFIX)
+                for field in fields(self.config)
+                if field.name not in taken and getattr(self.config, field.name) != field.default
+            )
+        said = {"Not modelled, so memory and time may differ": not_modelled, "Change nothing here": unused}
+        return tuple(f"{what}: {', '.join(flags)}." for what, flags in said.items() if flags)
 
 
 def job_command(help: str) -> Callable[[Callable[..., Report]], click.Command]:
@@ -265,7 +288,8 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
     overlap = GradientOverlap(given.pop("overlap_grad_reduce"), given.pop("overlap_param_gather"))
     training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange, overlap)
     changes_nothing = tuple(flag for flag in unused if flag not in _NOT_MODELLED)
-    return JobFlags(_setting(training, cluster, **given), config, frozen, changes_nothing, not_modelled)
+    setting = _setting(training, cluster, replica_count(config.replicas, topology), **given)
+    return JobFlags(setting, config, frozen, changes_nothing, not_modelled)
 
 
 def _virtual_stages(layers: int, of_model: int, pp: int) -> int:
@@ -291,6 +315,7 @@ def _batch(given: dict[str, Any], topology: Topology) -> tuple[int, int]:
 def _setting(
     training: TrainingJob,
     cluster: Cluster,
+    replicas: int,
     job_file: Path | None,
     iteration_time_s: float | None,
     comeback: str,
@@ -299,7 +324,7 @@ def _setting(
     peer_gbps: float | None,
 ) -> SystemSetting:
     """The job on its cluster; what is given counts before what a job measured, and that before what is estimated."""
-    constants = replace(THIS_PROJECT, comeback=comeback)
+    constants = replace(THIS_PROJECT, comeback=comeback, replicas=replicas)
     setting = SystemSetting(training, iteration_cost(training, cluster, MEGATRON_UTILISATION), cluster, constants)
     if job_file is not None:
         setting = measured(job_file).applied(setting)

@@ -14,11 +14,11 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from megatron.core.dist_checkpointing.moe.policy.placement import place_replicas
-from megatron.core.dist_checkpointing.moe.strategies.memory_report import MemoryLimit
 from megatron.core.dist_checkpointing.moe.types import Lost, OperatorId, Part, RecoveryPlan, Tier
 from moe_ckpt.report import Fact, Report, Table, table
 
 from ..simulator.behaviour import Behaviour
+from ..simulator.choices import MEMORY_SHARE
 from ..simulator.closed_form import ettr
 from ..simulator.constants import predicted_seconds
 from ..simulator.planned_loss import recovery_of
@@ -64,7 +64,7 @@ def plan(
     lost, is_asked = _lost(flags, lost_ranks, lost_nodes)
     tokens = counts_file.load_counts(counts, flags.shape)
     found = planned_job(
-        flags.setting, config, tokens.of, limit_bytes=_limit(flags, config), frozen_experts=flags.frozen_experts
+        flags.setting, config, tokens.of, limit_bytes=flags.limit_bytes, frozen_experts=flags.frozen_experts
     )
     way_out = f"more than --moe-ckpt-memory-limit {config.memory_limit}"
     problems = [(one, way_out) for one in found.given_up]
@@ -86,8 +86,6 @@ def plan(
     tables = [table("Does not fit", "what | way out", problems), _snapshots(found)]
     tables += [] if found.exact else [_experts(found)]
     tables += [_parts(found, behaviour, lost, recovery), *(_segments(found, recovery[0]) if recovery else ())]
-    not_modelled = f"Not modelled, so a rank may need more memory: {', '.join(flags.not_modelled)}."
-    unused = f"Change nothing here: {', '.join(flags.unused)}."
     return Report(
         f"Checkpoints of {flags.shape.name} on {flags.topology.world_size} ranks by strategy {config.strategy}",
         facts,
@@ -96,8 +94,7 @@ def plan(
             f"Rates: {flags.setting.cluster.source}.",
             f"Seconds of the timeline: {predicted_seconds(flags.setting.constants)}.",
             *((f"{flags.shape.name}: {flags.shape.note}",) if flags.shape.note else ()),
-            *((not_modelled,) if flags.not_modelled else ()),
-            *((unused,) if flags.unused else ()),
+            *flags.left_out(),
         ),
     )
 
@@ -117,12 +114,6 @@ def _config(flags: JobFlags) -> MoECheckpointConfig:
     if sentences := "; ".join(wrong):
         raise UsageError(sentences)
     return config
-
-
-def _limit(flags: JobFlags, config: MoECheckpointConfig) -> int | None:
-    if config.memory_limit is None:
-        return None
-    return MemoryLimit.parse(config.memory_limit).of_node(flags.setting.cluster.host_memory_bytes)
 
 
 def _lost(flags: JobFlags, ranks: str, nodes: str) -> tuple[Lost, bool]:
@@ -212,7 +203,7 @@ def _problems(found: PlannedJob, placed: ReplicaCoverage, why: str) -> Iterator[
             f"checkpoints take {node / 1e9:,.0f} GB of a node, which has {has / 1e9:,.0f} GB",
             "more nodes, fewer --moe-ckpt-replicas, or --moe-ckpt-memory-limit, with which a job takes less",
         )
-    elif node > has / 2:
+    elif node > MEMORY_SHARE * has:
         yield (
             f"checkpoints take {node / 1e9:,.0f} GB of a node, and a tmpfs has half of its {has / 1e9:,.0f} GB",
             "mount -o remount,size=... /dev/shm",

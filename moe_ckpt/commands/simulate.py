@@ -107,6 +107,7 @@ def run(
             f"Seconds of recovery: {predicted_seconds(machine.constants)}.",
             "Iteration time and bandwidths are estimates unless --from gives what was measured.",
             *(f"Not simulated: {why}." for why in impossible.values()),
+            *flags.left_out("replicas"),
         ),
     )
 

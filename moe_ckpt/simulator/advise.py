@@ -205,7 +205,7 @@ def _worst(question: Question, chosen: Choice) -> str:
     peers = "its one peer" if replicas == 1 else f"all {replicas} peers with its replicas"
     return (
         f"{text} If a node and {peers} are lost together, training goes back to a state in storage that is up to"
-        f" {_time(stored * setting.iteration_s)} old."
+        f" {_time(stored * setting.iteration_s)} old: with --moe-ckpt-unit they are of different racks."
     )
 
 

@@ -20,14 +20,11 @@ from .inputs import Cluster, IterationCost, TrainingJob
 from .systems import SYSTEMS, CheckpointSystem
 from .systems.links import SystemSetting
 
-MEMORY_SHARE = 0.75
-"""Of a node's host memory, what checkpoints may take unless it is said: the rest is for training's own processes."""
+MEMORY_SHARE = 0.5
+"""Of a node's host memory, what checkpoints may take unless it is said: a tmpfs has no more until it is remounted."""
 
 LEAST_NOISE = 0.005
 """ETTRs that are closer than this count as equal however many runs there are: the model itself is not exacter."""
-
-PROTECTION = 0.01
-"""Of ETTR, what one more replica may cost. Faults are simulated one node at a time; racks and switches take more."""
 
 TRIED: dict[str, tuple[Any, ...]] = {"replicas": (0, 1, 2), "local": (True, False)}
 """Values that are tried for a setting where a system has it; all else is chosen by the system's own policy. On one node
@@ -42,7 +39,8 @@ class Question:
 
     mtbf_s: of the whole job. memory_bytes: of host memory on one node that checkpoints may take; None: `MEMORY_SHARE`
     of it. duration_s: of each simulated run; None: 12 hours, or as long as 40 faults take. popularity: as
-    `CheckpointSystem` has it. Raises UsageError for values that are not above 0.
+    `CheckpointSystem` has it. replicas: peers with a copy of each snapshot; None: those of `TRIED`. Raises UsageError
+    for values that are not above 0.
     """
 
     job: TrainingJob
@@ -54,6 +52,7 @@ class Question:
     duration_s: float | None = None
     seeds: int = 20
     popularity: tuple[float, ...] | None = None
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         positive("mtbf_s", self.mtbf_s)
@@ -143,27 +142,22 @@ class Choice:
 def best_of(question: Question, name: str) -> Choice:
     """The best setting of one system among those that fit the memory.
 
-    That is the most replicas that cost no more than `PROTECTION` of the ETTR, with these the highest ETTR, and of equal
-    ones the one that takes least memory. Where none fits, it is the one that takes least, refused. Raises UsageError as
-    the system.
+    That is the highest ETTR, and of equal ones the one that takes least memory: a second replica has to gain something.
+    Where none fits, it is the one that takes least, refused. Raises UsageError as the system.
 
     Args:
         question: The job, its cluster, the mean time between faults and the memory limit.
         name: Name of the system, a key of `SYSTEMS`.
     """
-    systems = list(variants(SYSTEMS[name], question.nodes))
+    systems = list(variants(SYSTEMS[name], question.nodes, question.replicas))
     tried = [(one, node_bytes(question.setting, one, question.behaviour(one))) for one in systems]
     fitting = [(system, taken) for system, taken in tried if taken <= question.limit_bytes]
     if not fitting:
         system, taken = min(tried, key=lambda one: one[1])
         return _choice(question, system, taken, too_much(question, taken))
     found = [_choice(question, system, taken) for system, taken in fitting]
-    top = max(found, key=lambda choice: choice.ettr.mean)
-    near = [one for one in found if top.ettr.mean - one.ettr.mean <= PROTECTION]
-    replicas = max(one.settings.get("replicas", 0) for one in near)
-    protected = [one for one in near if one.settings.get("replicas", 0) == replicas]
-    best = max(protected, key=lambda one: one.ettr.mean)
-    equal = [one for one in protected if best.ettr.mean - one.ettr.mean <= noise(best, one)]
+    best = max(found, key=lambda one: one.ettr.mean)
+    equal = [one for one in found if best.ettr.mean - one.ettr.mean <= noise(best, one)]
     return min(equal, key=lambda one: one.memory_bytes)
 
 
@@ -180,18 +174,20 @@ def too_much(question: Question, taken_bytes: int) -> str:
     )
 
 
-def variants(system: CheckpointSystem, nodes: int) -> Iterator[CheckpointSystem]:
+def variants(system: CheckpointSystem, nodes: int, replicas: int | None = None) -> Iterator[CheckpointSystem]:
     """The system with every combination of values in `TRIED`; a node has replicas on others, at most on all of them.
 
     Args:
         system: The system whose fields named in `TRIED` are varied; its other fields stay.
         nodes: Nodes of the job.
+        replicas: The one number of replicas that is tried; None: as many as `TRIED` and the nodes allow.
     """
+    counts = [count for count in TRIED["replicas"] if min(1, nodes - 1) <= count <= nodes - 1]
+    tried = TRIED | {"replicas": counts if replicas is None else (replicas,)}
     names = [name for name in TRIED if hasattr(system, name)]
-    for values in itertools.product(*(TRIED[name] for name in names)):
+    for values in itertools.product(*(tried[name] for name in names)):
         given = dict(zip(names, values, strict=True))
-        if min(1, nodes - 1) <= given.get("replicas", nodes - 1) <= nodes - 1:
-            yield cast("CheckpointSystem", replace(cast("Any", system), **given)) if given else system
+        yield cast("CheckpointSystem", replace(cast("Any", system), **given)) if given else system
 
 
 def noise(one: Choice, other: Choice) -> float:

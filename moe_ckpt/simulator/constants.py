@@ -145,6 +145,7 @@ THIS_PROJECT = replace(
     MOEVEMENT,
     name="this-project",
     source="All ranks restart after a fault; sources of all constants: `moe-ckpt simulate constants`.",
+    replicas=1,
     restarts_all=True,
     persist_every_s=1800.0,
     contention=None,

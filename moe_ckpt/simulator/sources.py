@@ -12,7 +12,7 @@ from .cost import MEGATRON_UTILISATION, MOEVEMENT_UTILISATION, Utilisation
 _TABLE3 = "MoEvement Table 3"
 
 CONSTANTS = {
-    "replicas": ("published", "MoEvement 4"),
+    "replicas": ("published", "MoEvement 4; for this project the default of --moe-ckpt-replicas on several nodes"),
     "network_share": ("fitted", f"with nic_share, one value: windows of {_TABLE3} (3 of GPT-MoE, 6 of DeepSeek-MoE)"),
     "host_share": ("assumed", "without effect where the network is slower"),
     "contention": (

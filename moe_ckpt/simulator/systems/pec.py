@@ -22,17 +22,20 @@ class Moc:
     """MoC-System as `pec` runs it: a checkpoint each iteration, at first with an eighth of the experts.
 
     k_share: share of the experts at first. lost_per_hour: the budget, in iterations' worth of tokens per hour of the
-    planned training. None: as in the constants.
+    planned training. replicas: peers that keep snapshots. None: as in the constants.
     """
 
     k_share: float | None = None
     lost_per_hour: float | None = None
+    replicas: int | None = None
     name: str = "moc"
 
     def behaviour(
         self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
     ) -> Behaviour:
         """See `CheckpointSystem`. Raises UsageError for a model without experts."""
+        if self.replicas is not None:
+            setting = replace(setting, constants=replace(setting.constants, replicas=self.replicas))
         job, constants = setting.job, setting.constants
         needs_experts(self.name, job)
         experts, topk = job.shape.num_experts, job.shape.moe_router_topk

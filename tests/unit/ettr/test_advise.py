@@ -13,13 +13,15 @@ from click.testing import CliRunner
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Topology
 from moe_ckpt.commands.advise import advise as advise_command
+from moe_ckpt.commands.simulate import run as run_command
+from moe_ckpt.simulator import choices
 from moe_ckpt.simulator.advise import Advice, advise, reasons, recommended
-from moe_ckpt.simulator.choices import PROTECTION, Choice, Question, best_of, noise, variants
-from moe_ckpt.simulator.closed_form import ettr as closed_form_ettr
+from moe_ckpt.simulator.choices import MEMORY_SHARE, Choice, Question, best_of, noise, variants
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.constants import THIS_PROJECT
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
 from moe_ckpt.simulator.events import estimate
+from moe_ckpt.simulator.flags import flags_of
 from moe_ckpt.simulator.footprint import node_bytes
 from moe_ckpt.simulator.inputs import TrainingJob
 from moe_ckpt.simulator.models import preset
@@ -74,7 +76,7 @@ def test_systems_come_in_the_order_of_their_ettr() -> None:
 def test_with_frequent_faults_sparse_checkpoints_with_local_recovery_are_recommended() -> None:
     chosen = usual().recommended
     assert chosen is not None
-    assert (chosen.system, chosen.exact, chosen.settings) == ("moevement", True, {"replicas": 2, "local": True})
+    assert (chosen.system, chosen.exact, chosen.settings) == ("moevement", True, {"replicas": 1, "local": True})
     assert chosen.ettr.mean > by_name(usual())["gemini"].ettr.mean + 0.05
 
 
@@ -118,24 +120,33 @@ def test_nothing_is_recommended_where_nothing_fits() -> None:
     assert "No system can be used" in advice.reasons[0]
 
 
-def test_where_two_replicas_do_not_fit_one_is_tried() -> None:
-    asked = question()
-    taken = {r: node_bytes(asked.setting, Gemini(replicas=r), asked.behaviour(Gemini(replicas=r))) for r in (1, 2)}
-    between = question(memory_bytes=(taken[1] + taken[2]) // 2)
-    assert best_of(between, "gemini").settings == {"replicas": 1}
+def test_a_second_replica_is_taken_only_where_it_gains_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    # docs/results/failure-traces.md: it gains nothing, not even where racks fail.
+    assert best_of(question(), "gemini").settings == {"replicas": 1}
+    usually = choices._choice
+
+    def gains(asked: Question, system: Any, taken: int, refused: str = "") -> Choice:
+        found = usually(asked, system, taken, refused)
+        ettrs = tuple(one - 0.1 * (system.replicas == 1) for one in found.ettrs)
+        return replace(found, ettrs=ettrs, ettr=estimate(ettrs))
+
+    monkeypatch.setattr(choices, "_choice", gains)
+    assert best_of(question(), "gemini").settings == {"replicas": 2}
 
 
-@pytest.mark.parametrize(("allowed", "replicas"), [(PROTECTION, 2), (0.0, 1)])
-def test_a_second_replica_is_taken_where_it_costs_no_more_than_is_allowed(
-    monkeypatch: pytest.MonkeyPatch, allowed: float, replicas: int
-) -> None:
-    asked = question(12 * MINUTES)
-    one, two = (
-        closed_form_ettr(asked.behaviour(MoEvement(replicas=count)), asked.mtbf_s, asked.run_s) for count in (1, 2)
-    )
-    assert 0 < one - two < PROTECTION
-    monkeypatch.setattr("moe_ckpt.simulator.choices.PROTECTION", allowed)
-    assert best_of(asked, "moevement").settings["replicas"] == replicas
+@pytest.mark.parametrize("name", ["gemini", "moc", "moetion", "moevement"])
+def test_as_many_replicas_as_are_asked_for_are_simulated_and_printed(name: str) -> None:
+    asked = replace(question(), replicas=3)
+    found = best_of(asked, name)
+    assert found.settings["replicas"] == 3
+    assert "--moe-ckpt-replicas 3 " in flags_of(asked, found)
+    assert found.memory_bytes > best_of(question(), name).memory_bytes
+
+
+def test_advice_takes_no_more_memory_than_a_plan_says_to_fit() -> None:
+    machines = question().cluster
+    assert question().limit_bytes == machines.host_memory_bytes // 2
+    assert MEMORY_SHARE == 0.5
 
 
 def test_a_lossy_system_is_recommended_only_where_no_exact_one_can_be_used() -> None:
@@ -252,6 +263,24 @@ def test_the_command_refuses_by_the_given_host_memory() -> None:
     data = json.loads(found.stdout)
     assert data["recommended"] is None
     assert "1.0 GB are allowed" in " ".join(data["notes"])
+
+
+def test_flags_of_the_job_count_or_are_listed() -> None:
+    flags = ("--moe-ckpt-replicas", "0", "--moe-ckpt-memory-limit", "3GB", "--moe-ckpt-window", "4", "--lr", "1")
+    words = [*ARGUMENTS, "--system", "gemini", *flags, "--freeze-experts", "--json"]
+    data = json.loads(CliRunner().invoke(advise_command, words).stdout)
+    assert data["settings_of_each"][0]["r"] == 0
+    assert data["host_memory_of_a_node_for_checkpoints_bytes"] == 3 * 10**9
+    assert data["notes"][-2:] == [
+        "Not modelled, so memory and time may differ: --freeze-experts.",
+        "Change nothing here: --lr, --moe-ckpt-window.",
+    ]
+
+
+def test_a_simulated_run_has_the_replicas_of_the_job_and_lists_its_other_flags() -> None:
+    words = [*ARGUMENTS, "--system", "gemini", "--moe-ckpt-interval", "9", "--moe-ckpt-replicas", "2", "--json"]
+    data = json.loads(CliRunner().invoke(run_command, words).stdout)
+    assert data["notes"][-1] == "Change nothing here: --moe-ckpt-interval."
 
 
 def test_the_command_is_called_advise_and_explains_itself() -> None:

@@ -124,7 +124,7 @@ def test_virtual_stages_may_be_given_by_their_layers(facts: Facts, run: Run) -> 
 def test_flags_and_layers_that_a_plan_ignores_are_not_said_to_change_nothing(facts: Facts) -> None:
     notes = facts(*FLAGS, "--mtp-num-layers", "1", "--decoder-last-pipeline-num-layers", "1", "--lr", "1")["notes"]
     ignored = "--mtp-num-layers, --decoder-last-pipeline-num-layers"
-    assert notes[-2:] == [f"Not modelled, so a rank may need more memory: {ignored}.", "Change nothing here: --lr."]
+    assert notes[-2:] == [f"Not modelled, so memory and time may differ: {ignored}.", "Change nothing here: --lr."]
     named = facts("--model", "DeepSeek-V3-671B")["notes"]
     assert "DeepSeek-V3-671B: Without the multi-token-prediction module." in named
 
