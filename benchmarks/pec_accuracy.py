@@ -112,7 +112,7 @@ def page(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         "PLT: the proportion of lost tokens over all faults (MoC eq. 7). Dynamic-K has to keep it below"
-        f" `--moe-ckpt-plt-threshold {THRESHOLD}`, and runs below it have to keep the loss within {ALLOWED:.0%} of the"
+        f" `--moe-ckpt-plt-threshold {THRESHOLD}`, and runs below it have to end at most {ALLOWED:.0%} above the"
         f" one without faults: {'; '.join(broken(runs)) + ' did NOT' if broken(runs) else 'all did'}. The runs without"
         f" faults, with other weights and other bytes to evaluate, are {apart:.2%} apart.",
         "",
