@@ -41,9 +41,21 @@ def test_a_restart_is_predicted_to_take_as_long_as_those_of_other_jobs() -> None
 
 
 def test_a_predictor_that_knows_nothing_wins_where_ours_is_wrong() -> None:
-    assert planned_kills.beats(list(planned_kills.outcomes(CASES, planned_kills.again)))
+    right = [job(name, 1.0, (cost, cost)) for name, cost in (("a", 1.0), ("b", 3.0), ("c", 5.0), ("d", 7.0))]
+    assert planned_kills.beats(list(planned_kills.outcomes(right, planned_kills.again)))
     wrong = [job(name, 1.0, (3.0, told), (3.1, told)) for name, told in (("a", 1.0), ("b", 9.0))]
     assert not planned_kills.beats(list(planned_kills.outcomes(wrong, planned_kills.again)))
+
+
+def test_a_gain_that_one_job_has_is_told_with_an_interval_over_jobs_and_is_no_win() -> None:
+    # Many faults of one job are one measurement: they would make the interval of the mean narrow.
+    cases = [job("a", 1.0, *[(9.0, 9.0)] * 20), job("b", 1.0, (4.0, 8.0)), job("c", 1.0, (5.0, 4.0))]
+    found = list(planned_kills.outcomes(cases, planned_kills.again))
+    told = planned_kills.gain(found)
+    assert told.runs == 3
+    assert 0 < told.mean < told.half_width
+    assert planned_kills.error(found, "predicted") < planned_kills.error(found, "null")
+    assert not planned_kills.beats(found)
 
 
 def test_the_unit_is_what_the_same_processes_train_once_and_warm() -> None:
