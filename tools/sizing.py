@@ -20,14 +20,13 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig  # n
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report  # noqa: E402
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, ModelShape, Topology  # noqa: E402
 from moe_ckpt.simulator.clusters import cluster  # noqa: E402
+from moe_ckpt.simulator.constants import THIS_PROJECT  # noqa: E402
 from moe_ckpt.simulator.driver import Driver, strategy_job  # noqa: E402
 from moe_ckpt.simulator.models import preset  # noqa: E402
 
 CLUSTER = "h100-dgx"
 PRECISION = PRECISIONS["fp16-fp32"]
 REPLICAS = 1
-SHARE = 0.8
-"""Of what a link carries a job counts on this much."""
 
 
 class SizedJob(NamedTuple):
@@ -96,8 +95,8 @@ def line(row: SizedJob) -> str:
         gigabytes(owned),
         gigabytes(full),
         f"{100 * full / machines.host_memory_bytes:.0f} %",
-        f"{(copy / SHARE):.2f}",
-        f"{(send / SHARE):.2f}",
+        f"{(copy / THIS_PROJECT.host_share):.2f}",
+        f"{(send / THIS_PROJECT.network_share):.2f}",
     )
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -116,9 +115,9 @@ LEGEND = """
 - **Memory of a node**: what is reserved on the tmpfs when the job starts: three segments for each rank's own
   snapshots, two for each rank whose replicas it keeps. Give `/dev/shm` at least that; its
   usual size is half of the node's memory.
-- **Copy** and **send**: time of a snapshot to host memory and to its peer at {share:.0%} of what the links carry, in
-  the background. Both have to fit into the interval; `--moe-ckpt-interval auto` measures this, and what copies cost
-  training. Rates are data-sheet rates of one GPU; `--from` takes those of a job.
+- **Copy** and **send**: time of a snapshot to host memory and to its peer at {host:.0%} and {network:.0%} of what
+  the links carry, in the background. Both have to fit into the interval; `--moe-ckpt-interval auto` measures this, and
+  what copies cost training. Rates are data-sheet rates of one GPU; `--from` takes those of a job.
 - With twice the nodes and the same layout a rank owns half, and a node needs half.
 
 A row, with what checkpoints add to an iteration and what a fault leads to; for other rates and strategies give
@@ -134,7 +133,9 @@ Which strategy to use, what it costs and what ETTR to expect: `moe-ckpt advise`,
 def render() -> str:
     """The whole page."""
     head = HEADING.format(cluster=CLUSTER, source=cluster(CLUSTER).source)
-    return head + "\n".join(map(line, ROWS)) + "\n" + LEGEND.format(share=SHARE, command=ROWS[2].command)
+    shares = {"host": THIS_PROJECT.host_share, "network": THIS_PROJECT.network_share}
+    legend = LEGEND.format(**shares, command=ROWS[2].command)
+    return head + "\n".join(map(line, ROWS)) + "\n" + legend
 
 
 if __name__ == "__main__":
