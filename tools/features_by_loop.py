@@ -39,9 +39,7 @@ NOT_RECOMMENDED = {
     "`--moe-ckpt-replicate gradients`": "with `selective` it sends 24.6 % of the bytes; iterations take 1.060 ± 0.256."
     " Whether rolling gradients forward beats a replay of `sparse` at equal bytes was not measured",
     "`--moe-ckpt-copy-placement bubbles`": "28.0 % with both, more than without; iterations take 1.015 ± 0.297",
-    "`--moe-ckpt-capacity-boost`": "validation loss +0.04 ± 0.93 % off the runs without it, from three seeds; 3,052 to"
-    " 5,858 of about 22,000 lost tokens were still owed at the end (measured at commit ccfc4196,"
-    " not since). 0 switches it off",
+    "`--moe-ckpt-capacity-boost`": "nothing: no run with it is kept. 0 switches it off",
 }
 """What works, and is here as papers have it, by what was measured of it."""
 

@@ -255,7 +255,7 @@ class MoECheckpointConfig:
     secret_file: str | None = flag(
         None,
         "file with a secret of this job, on every node, readable by its owner alone. Snapshots are signed with it and "
-        "unsigned ones refused; costs checksum throughput (0.4 to 2 GB/s per core instead of 5 to 13). Default: "
+        "unsigned ones refused; costs checksum throughput (about 1 GB/s per core instead of 10). Default: "
         "MOE_CKPT_SECRET_FILE; none: checksums without a key",
         metavar="FILE",
     )
