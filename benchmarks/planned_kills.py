@@ -179,14 +179,16 @@ def gain(found: Sequence[Outcome]) -> Estimate:
 
 def beats(found: Sequence[Outcome]) -> bool:
     """Whether ours is nearer than the null predictor, beyond the interval."""
-    told = gain(found)
-    return told.mean > told.half_width
+    over_jobs = gain(found)
+    return over_jobs.mean > over_jobs.half_width
 
 
 def verdict(found: Sequence[Outcome]) -> str:
-    """Whether that is told at all."""
-    told = gain(found)
-    return "not told apart" if abs(told.mean) <= told.half_width else "better" if told.mean > 0 else "WORSE"
+    """Which of the two is nearer, if one is."""
+    over_jobs = gain(found)
+    if abs(over_jobs.mean) <= over_jobs.half_width:
+        return "no difference"
+    return "better" if over_jobs.mean > 0 else "WORSE"
 
 
 def page(result: dict[str, Any]) -> list[str]:
@@ -219,9 +221,9 @@ def page(result: dict[str, Any]) -> list[str]:
     lines += ["", row("mean error, in iterations", *titles), rule(5)]
     for name, found in both.items():
         covered = f"{sum(one.is_covered for one in found)} of {len(found)}"
-        told = gain(found)
+        over_jobs = gain(found)
         errors = (f"{error(found, which):.2f}" for which in ("predicted", "null"))
-        lines.append(row(name, *errors, f"{told.mean:+.2f} ± {told.half_width:.2f}", covered))
+        lines.append(row(name, *errors, f"{over_jobs.mean:+.2f} ± {over_jobs.half_width:.2f}", covered))
     lines += ["", *regressions(result, both["run again"])]
     better = [f"{name}: {verdict(found)}" for name, found in both.items()]
     return [

@@ -14,9 +14,8 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, ModelShape, Topology
 from moe_ckpt.commands.advise import advise as advise_command
 from moe_ckpt.commands.simulate import run as run_command
-from moe_ckpt.simulator import choices
 from moe_ckpt.simulator.advise import Advice, advise, reasons, recommended
-from moe_ckpt.simulator.choices import MEMORY_SHARE, Choice, Question, best_of, noise, variants
+from moe_ckpt.simulator.choices import Choice, Question, best_of, noise, variants
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.constants import THIS_PROJECT
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
@@ -26,6 +25,7 @@ from moe_ckpt.simulator.footprint import node_bytes
 from moe_ckpt.simulator.inputs import TrainingJob
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.systems import SYSTEMS, Gemini, MoEvement
+from moe_ckpt.simulator.systems.links import Replicas
 
 MINUTES = 60.0
 GPT = preset("GPT-MoE")
@@ -123,14 +123,7 @@ def test_nothing_is_recommended_where_nothing_fits() -> None:
 def test_a_second_replica_is_taken_only_where_it_gains_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     # docs/results/failure-traces.md: it gains nothing, not even where racks fail.
     assert best_of(question(), "gemini").settings == {"replicas": 1}
-    usually = choices._choice
-
-    def gains(asked: Question, system: Any, taken: int, refused: str = "") -> Choice:
-        found = usually(asked, system, taken, refused)
-        ettrs = tuple(one - 0.1 * (system.replicas == 1) for one in found.ettrs)
-        return replace(found, ettrs=ettrs, ettr=estimate(ettrs))
-
-    monkeypatch.setattr(choices, "_choice", gains)
+    monkeypatch.setattr(Replicas, "survive", lambda self, nodes: self.count > 1)
     assert best_of(question(), "gemini").settings == {"replicas": 2}
 
 
@@ -144,9 +137,7 @@ def test_as_many_replicas_as_are_asked_for_are_simulated_and_printed(name: str) 
 
 
 def test_advice_takes_no_more_memory_than_a_plan_says_to_fit() -> None:
-    machines = question().cluster
-    assert question().limit_bytes == machines.host_memory_bytes // 2
-    assert MEMORY_SHARE == 0.5
+    assert question().limit_bytes == question().cluster.host_memory_bytes // 2
 
 
 def test_a_lossy_system_is_recommended_only_where_no_exact_one_can_be_used() -> None:

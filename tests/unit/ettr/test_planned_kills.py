@@ -47,13 +47,13 @@ def test_a_predictor_that_knows_nothing_wins_where_ours_is_wrong() -> None:
     assert not planned_kills.beats(list(planned_kills.outcomes(wrong, planned_kills.again)))
 
 
-def test_a_gain_that_one_job_has_is_told_with_an_interval_over_jobs_and_is_no_win() -> None:
+def test_a_gain_of_one_job_is_no_win_over_the_interval_of_all_jobs() -> None:
     # Many faults of one job are one measurement: they would make the interval of the mean narrow.
     cases = [job("a", 1.0, *[(9.0, 9.0)] * 20), job("b", 1.0, (4.0, 8.0)), job("c", 1.0, (5.0, 4.0))]
     found = list(planned_kills.outcomes(cases, planned_kills.again))
-    told = planned_kills.gain(found)
-    assert told.runs == 3
-    assert 0 < told.mean < told.half_width
+    over_jobs = planned_kills.gain(found)
+    assert over_jobs.runs == 3
+    assert 0 < over_jobs.mean < over_jobs.half_width
     assert planned_kills.error(found, "predicted") < planned_kills.error(found, "null")
     assert not planned_kills.beats(found)
 
