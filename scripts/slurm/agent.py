@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from memory import give_back, take
+from memory import give_back, keep, take
 from orphaned import requeue_if_orphaned
 from rendezvous import report
-from torch.distributed import DistStoreError
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -45,7 +45,7 @@ class _Handler(SpareHandler):
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
     refuse_unsupported_versions()
-    code, begun_s = 1, time.monotonic()
+    code, begun_s = None, time.monotonic()
     signal.signal(signal.SIGTERM, _told_to_end)
     try:
         take()
@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
         code = 128 + stop.sigval
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        give_back(os.environ[NODE_NAME], code)
-        if code == 1 and _Handler.was_made:
+        give_back(os.environ[NODE_NAME], 1 if code is None else code)
+        if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
-    return code
+    return 1 if code is None else code
 
 
 def _endpoint(argv: Sequence[str]) -> str:
@@ -71,8 +71,9 @@ def _told_to_end(number: int, _frame: FrameType | None) -> None:
     raise SignalException(f"told to end by signal {number}", signal.Signals(number))
 
 
-def _lead(argv: Sequence[str]) -> int:
-    """Train, and report how that has ended; the exit code. SIGTERM is ignored from the report on."""
+def _lead(argv: Sequence[str]) -> int | None:
+    """Train, and report how that has ended; the exit code, None where other nodes may continue. SIGTERM is ignored from
+    the report on."""
     from megatron.core.dist_checkpointing.moe.standby.verdict import verdict_of_ranks  # once Megatron-Core is skipped
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
@@ -89,6 +90,8 @@ def _lead(argv: Sequence[str]) -> int:
             with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
                 run(options)
             code = verdict()
+            if code == 1:
+                keep()  # ranks have said that their state stays in memory until a user decides
         except SpareNotNeeded:
             return 0
         except NodeExcluded as error:
@@ -97,9 +100,8 @@ def _lead(argv: Sequence[str]) -> int:
         except SignalException as stop:
             code = 128 + stop.sigval
         except (ChildFailedError, RendezvousError) as error:
-            # The other nodes may continue.
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
-            return 1
+            return None
         return _reported(options.rdzv_endpoint, code)
 
 
@@ -107,8 +109,9 @@ def _reported(endpoint: str, code: int, of_nodes: int = 1) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         report(endpoint, code, of_nodes)
-    except DistStoreError as error:
-        sys.stderr.write(f"{endpoint} does not answer, so how the job has ended is not known there: {error}\n")
+    except DistError as error:
+        said = f"{endpoint} does not answer, so that the job has ended with {code} is not known there"
+        sys.stderr.write(f"{said}; run scancel {os.environ['SLURM_JOB_ID']}: {str(error).splitlines()[0]}\n")
     return code
 
 

@@ -157,6 +157,8 @@ decide() {
     elif [ "$code" = 2 ]; then
         cancel_chain
         end 2 "flags or inputs cannot work, see above; not requeued"
+    elif [ "$code" = 1 ]; then
+        hold "ranks ended with an error that no restart changes, see above; memory stays in $MOE_CKPT_MEMORY"
     elif [ "$stopped" = soon ] || [ "$code" = 143 ]; then
         go_on 0 "time was up"
     elif [ "$SECONDS" -lt "$MOE_CKPT_MIN_RUN_S" ]; then
@@ -170,9 +172,21 @@ decide() {
 go_on() {
     [ "$MOE_CKPT_ON_STOP" = requeue ] || end "$1" "$2; the next job of the chain continues"
     say "$2; requeued"
+    requeue requeue
+}
+
+# Nothing runs again before a user has decided; the next job of a chain would begin without what is in memory.
+hold() {
+    [ "$MOE_CKPT_ON_STOP" = requeue ] || { cancel_chain; end 1 "$1 of $SLURM_JOB_NODELIST"; }
+    say "$1; requeued and held: once that is mended, run scontrol update JobId=$SLURM_JOB_ID\
+ ReqNodeList=$SLURM_JOB_NODELIST, and scontrol release $SLURM_JOB_ID"
+    requeue requeuehold
+}
+
+requeue() {
     leave
     trap '' TERM
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol "$1" "$SLURM_JOB_ID"
     exit 0
 }
 

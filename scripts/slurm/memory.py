@@ -21,7 +21,13 @@ def take() -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it is a link, or belongs to another user", str(folder))
     if _kept():
-        (folder / "keep").touch()
+        keep()
+
+
+def keep() -> None:
+    """Let the folder outlive this run of the job."""
+    os.environ[KEEP] = "1"
+    Path(os.environ[FOLDER], "keep").touch()
 
 
 def give_back(node: str, code: int) -> None:

@@ -38,7 +38,7 @@ def main(port: int, file: Path) -> None:
 def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
     """Tell the keeper at HOST:PORT how the job has ended, once `of_nodes` say so, and wait until it is noted.
 
-    Raises DistStoreError."""
+    Raises DistError."""
     host, _, port = endpoint.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
     if store.add(f"{OUTCOME}/{code}", 1) >= of_nodes:

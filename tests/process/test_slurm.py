@@ -67,6 +67,11 @@ def agent():
     elif what == "misused":
         outcome.write_text("2")
         sys.exit(2)
+    elif what == "undecided":
+        (mine / "left").touch()
+        outcome.write_text("1")
+        memory.keep()
+        sys.exit(1)
     elif what == "failed":
         sys.exit(1)
     elif what == "waiting":
@@ -177,6 +182,22 @@ def test_a_job_that_cannot_work_ends_with_code_2_and_is_not_requeued(play: Play)
     code, said = play.run(*submit(), runs=(("misused", "trained"),), MOE_CKPT_MIN_RUN_S="0")
     assert code == 2, said
     assert said.count("starts on") == 1
+
+
+@pytest.mark.ci
+def test_a_job_whose_ranks_leave_the_decision_to_a_user_keeps_its_memory_and_is_held(play: Play) -> None:
+    _, said = play.run(*submit(), runs=(("undecided", "trained"),), MOE_CKPT_MIN_RUN_S="0")
+    assert said.count("starts on") == 1
+    assert "run scontrol update JobId=1 ReqNodeList=node-0,node-1,node-2, and scontrol release 1" in said
+    assert "left in memory: moe-ckpt-job-1" in said
+
+
+def test_a_chain_ends_where_ranks_leave_the_decision_to_a_user(play: Play) -> None:
+    chain = ("--", "scripts/slurm/chain.sh", "2", "--job-name=run", "--nodes=3", TRAIN)
+    code, said = play.run(*chain, runs=(("undecided",), ("trained",)), MOE_CKPT_MIN_RUN_S="0")
+    assert code == 1, said
+    assert "job 2 starts" not in said
+    assert "left in memory: moe-ckpt-job-1" in said
 
 
 @pytest.mark.ci
@@ -379,6 +400,53 @@ def test_a_job_cannot_work_once_more_nodes_refuse_their_settings_than_are_spare(
         found.append(store.check([keeper.OUTCOME]))
     assert found == [False, True]
     assert store.get(keeper.OUTCOME) == b"2"
+
+
+@pytest.fixture
+def lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Path) -> Callable[[int, str], int]:
+    """Exit code of an agent whose ranks leave this verdict, with its meeting point at that endpoint."""
+    own = {"MOE_CKPT_NODE": "node-0", "MOE_CKPT_MEMORY": str(tmp_path / "memory"), "MOE_CKPT_MIN_RUN_S": "0"}
+    monkeypatch.setattr(os, "environ", os.environ | own)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    agent, orphaned = importlib.import_module("agent"), importlib.import_module("orphaned")
+    monkeypatch.setattr(agent, "register_backend", lambda handler: setattr(handler, "was_made", True))
+    monkeypatch.setattr(orphaned, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(importlib.import_module("rendezvous"), "ANSWER_S", 0.2)
+
+    def led(verdict: int, endpoint: str) -> int:
+        def run(_options: object) -> None:
+            (tmp_path / "memory" / "node-0").mkdir()
+            Path(os.environ["MOE_CKPT_LAUNCH_VERDICT"]).write_text(str(verdict))
+
+        monkeypatch.setattr(agent, "run", run)
+        code: int = agent.main(["--nnodes=2", f"--rdzv-endpoint={endpoint}", __file__])
+        return code
+
+    return led
+
+
+def test_an_agent_keeps_the_memory_of_ranks_that_leave_the_decision_to_a_user(
+    lead: Callable[[int, str], int], tmp_path: Path
+) -> None:
+    store, keeper = (
+        TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
+        importlib.import_module("rendezvous"),
+    )
+    store.set(keeper.NOTED, "")
+    assert lead(1, f"localhost:{store.port}") == 1
+    assert store.get(keeper.OUTCOME) == b"1"
+    assert (tmp_path / "memory" / "node-0").is_dir()
+    assert (tmp_path / "memory" / "keep").exists()
+
+
+@pytest.mark.parametrize("verdict", [0, 1, 2])
+def test_what_ranks_have_decided_is_not_run_again_when_the_batch_script_is_gone(
+    verdict: int, lead: Callable[[int, str], int], asked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lead(verdict, f"localhost:{free_port()}") == verdict
+    said = f"so that the job has ended with {verdict} is not known there; run scancel 7: "
+    assert said in capsys.readouterr().err
+    assert not asked.exists()
 
 
 @pytest.mark.ci

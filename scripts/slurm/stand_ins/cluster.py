@@ -60,7 +60,7 @@ class SlurmJob:
 
     @property
     def requeued(self) -> Path:
-        """There once the job has asked to be run again."""
+        """There once the job has asked to be run again, with the state in which it waits."""
         return self.folder / "requeued"
 
 

@@ -67,7 +67,7 @@ class Controller:
         with _nothing_left_of(job):
             code = self._watch(job, batch)
         if job.requeued.exists():
-            job.update(state="PENDING", restarts=record["restarts"] + 1)
+            job.update(state=job.requeued.read_text(), restarts=record["restarts"] + 1)
             say(f"job {job.number} is requeued")
         else:
             job.update(state="COMPLETED" if code == 0 else "FAILED")

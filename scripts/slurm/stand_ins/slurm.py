@@ -90,10 +90,11 @@ def srun(given: dict[str, str], rest: list[str]) -> int:
 
 
 def scontrol(_given: dict[str, str], rest: list[str]) -> int:
-    """`requeue JOB`."""
-    if rest[:1] != ["requeue"] or len(rest) != 2:
+    """`requeue JOB` or `requeuehold JOB`."""
+    states = {"requeue": "PENDING", "requeuehold": "REQUEUE_HOLD"}
+    if len(rest) != 2 or rest[0] not in states:
         raise SubmissionRefused(f"invalid keyword: {' '.join(rest)}")
-    cluster.job(rest[1]).requeued.touch()
+    cluster.job(rest[1]).requeued.write_text(states[rest[0]])
     return 0
 
 
