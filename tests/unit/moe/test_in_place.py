@@ -428,6 +428,19 @@ def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(s
     assert staying == ["graphs and buffers", "groups", "slot left"]
 
 
+def test_a_process_that_stays_ends_once_others_cannot_begin_beside_it_several_times(staying: list[str]) -> None:
+    kept = InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace())  # type: ignore[arg-type]
+    for _ in range(2):
+        kept.stay(PeerLost("gone"), None)
+    kept.stay(PeerLost("gone"), Manager())
+    for _ in range(building.VAIN_STARTS - 1):
+        kept.stay(PeerLost("gone"), None)
+    del staying[:]
+    with pytest.raises(PeerLost):
+        kept.stay(PeerLost("gone"), None)
+    assert not staying
+
+
 @pytest.mark.parametrize(
     ("error", "is_said"),
     [(ValueError("a sample"), True), (PeerLost("gone"), False), (RuntimeError("Connection reset by peer"), False)],

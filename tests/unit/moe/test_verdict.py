@@ -14,6 +14,8 @@ from megatron.core.dist_checkpointing.moe.errors import (
     StoreFailure,
     UsageError,
 )
+from megatron.core.dist_checkpointing.moe.in_place.building import CannotBuildAlone
+from megatron.core.dist_checkpointing.moe.in_place.process_groups import StillConnected
 from megatron.core.dist_checkpointing.moe.standby.verdict import (
     VERDICT_FILE,
     leave_verdict,
@@ -44,7 +46,7 @@ def test_a_permanent_error_is_said_once_on_a_node_and_left_to_its_launcher(
     assert (caplog.messages, verdict.read_text()) == (["no"], code)
 
 
-@pytest.mark.parametrize("kind", [PeerLost, StoreFailure])
+@pytest.mark.parametrize("kind", [PeerLost, StoreFailure, StillConnected, CannotBuildAlone])
 def test_an_error_that_a_restart_may_mend_passes(kind: type[MoECheckpointError], verdict: Path) -> None:
     with pytest.raises(kind):
         fail(kind("for now"))

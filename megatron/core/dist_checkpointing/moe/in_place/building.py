@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron.core import timers
 
 from ..core_versions.training import replaced
-from ..errors import MoECheckpointError, PeerLost
+from ..errors import NewProcessesNeeded, PeerLost
 from ..replication.agreement import gathered_by_store
 
 Answers = list[tuple[str, Any]]
@@ -33,7 +33,11 @@ _TIMEOUT_S = 600.0
 """How long ranks wait for each other before they build: new processes import everything first."""
 
 
-class CannotBuildAlone(MoECheckpointError):
+VAIN_STARTS = 3
+"""So many times in a row survivors wait for processes with which training does not begin; then they end, too."""
+
+
+class CannotBuildAlone(NewProcessesNeeded):
     """A build asks for a collective that cannot be answered from what was noted."""
 
 
@@ -162,7 +166,7 @@ def _answered(answers: Answers) -> Iterator[None]:
             if noted != name or len(values) != len(objects):
                 raise CannotBuildAlone(
                     f"a model is built beside survivors, and asks for {name} of {len(objects)} objects where they had"
-                    f" {noted or 'nothing'} of {len(values)}: start all ranks again"
+                    f" {noted or 'nothing'} of {len(values)}: all ranks start again once that has come {VAIN_STARTS} times"
                 )
             objects[:] = values
 

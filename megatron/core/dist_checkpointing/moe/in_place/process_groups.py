@@ -25,14 +25,14 @@ from megatron.core import full_cuda_graph, parallel_state
 from megatron.core.transformer.moe import fused_a2a
 
 from ..device import device_thread
-from ..errors import MoECheckpointError
+from ..errors import NewProcessesNeeded
 from ..runtime.peer_links import close_connections, named_groups, take_aborted_groups
 from ..types.operators import scaled
 
 log = logging.getLogger(__name__)
 
 
-class StillConnected(MoECheckpointError):
+class StillConnected(NewProcessesNeeded):
     """Something holds a process group of before the fault and cannot be given the new one."""
 
 

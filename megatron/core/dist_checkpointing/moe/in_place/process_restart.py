@@ -46,7 +46,7 @@ from ..runtime.peer_links import is_lost_peer, process_group_backend
 from ..runtime.watcher import watched_start
 from ..standby.heartbeat import own_heartbeat
 from ..standby.slot import WorkerSlot, own_slot
-from .building import built_beside_survivors, own_build
+from .building import VAIN_STARTS, built_beside_survivors, own_build
 from .process_groups import ProcessGroups, release
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class InProcessRestart:
         self._chunks, self._optimizer = chunks, optimizer
         self._groups: ProcessGroups | None = None
         self.has_left = False
+        self._vain_starts = 0
 
     def stay(self, error: BaseException, manager: AbandonedManager | None) -> None:
         """`error` has ended training in this process: release all connections, and wait until the launcher has put
@@ -102,6 +103,9 @@ class InProcessRestart:
         if is_lost_peer(error) or (manager is None and own_slot().is_called_off):
             own_heartbeat().rest(lost_a_peer=True)
         why = "" if manager is not None and manager.is_told_to_end else _has_to_end(error, self._chunks)
+        self._vain_starts = self._vain_starts + 1 if manager is None else 0
+        if why is None and self._vain_starts >= VAIN_STARTS:
+            why = f"training did not begin with others, {VAIN_STARTS} times"
         if why is None and manager is not None and not manager.abandon():
             why = "work beside training does not end"
         if why is None and not _device_answers():
