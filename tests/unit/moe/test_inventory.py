@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from operator import or_
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.policy.availability import Survey
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Judge, Overview, digest, overview
 from megatron.core.dist_checkpointing.moe.recovery.inventory import (
@@ -22,6 +26,9 @@ from megatron.core.dist_checkpointing.moe.recovery.inventory import (
     catalogue,
     listing,
 )
+from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalInventory
+from megatron.core.dist_checkpointing.moe.storage import manifest
+from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,
@@ -156,6 +163,38 @@ def test_memory_of_another_job_cannot_be_used_but_storage_can(node: Node) -> Non
         Tier.OWN_MEMORY: "it belongs to job other",
         Tier.PERSISTENT: "",
     }
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [({}, 6), ({"job": "other"}, -1), ({"topology": {"world_size": 2, "ep": 1}}, -1), ({"kind": LOG}, -1)],
+)
+def test_memory_of_another_strategy_is_told_to_all_where_nothing_else_speaks_against_it(
+    other: dict[str, Any], expected: int, node: Node
+) -> None:
+    for store, iteration in ((node.stores[1], 6), (node.disks[1], 8)):
+        node.seal(store, iteration, 1, more={"made_by": "full"}, **other)
+    node.seal(node.stores[0], 9, 0)
+    iteration, why = node.rows()[0].overview.foreign
+    assert iteration == expected
+    assert why == ("it was made with --moe-ckpt-strategy full, this job has " if expected > 0 else "")
+
+
+def test_memory_of_a_later_version_is_told_to_all_and_not_freed(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore(tmp_path, "job", 0, (4096,) * 2)
+    node.seal(cast("Any", store), 4, 0)
+    with monkeypatch.context() as later:
+        later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
+        node.seal(cast("Any", store), 6, 0)
+    rows = listing(store, Tier.OWN_MEMORY, TOPOLOGY, job="job")
+    iteration, why = overview(rows).foreign
+    assert iteration == 6 and "written in format" in why
+    identity = Identity("job", {}, frozenset())
+    LocalInventory(store, None, cast("Any", SimpleNamespace(rank=0)), identity).collect_garbage((), ())
+    assert [one.snapshot.iteration for one in store.snapshots().torn] == [6]
+    assert not store.snapshots().sealed
 
 
 def test_a_copy_that_proved_damaged_is_corrupt_in_the_next_plan_and_gives_nothing(node: Node) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
@@ -14,10 +15,11 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind,
 LOST = {OperatorId(0, OperatorKind.EXPERT, 1): 5}
 
 
-def restart(plan: RecoveryPlan) -> tuple[Restart, list[str]]:
+def restart(plan: RecoveryPlan | None) -> tuple[Restart, list[str]]:
     """One that has found a plan, and what it came to do."""
     did: list[str] = []
     recovery = SimpleNamespace(look=lambda: plan, plan=None, is_own=True, diverged=(), discard=lambda: None)
+    recovery.foreign = (-1, "")
     recovery.restore_through = lambda _: did.append("loaded")
     own: Any = SimpleNamespace(discard=lambda: None)
     state = SimpleNamespace(refresh=lambda: None, restorer=None, clear_counters=lambda: None)
@@ -51,6 +53,26 @@ def test_a_whole_checkpoint_beats_snapshots_of_the_same_iteration_that_lose_toke
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     own.restore(trainer, request_of(in_part=in_part))
     assert did == [began]
+
+
+@pytest.mark.parametrize("target", [None, 5])
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_memory_that_only_its_strategy_makes_unusable_is_not_freed_for_an_older_state(
+    target: int | None, asked_for: bool
+) -> None:
+    plan = None if target is None else RecoveryPlan(target, Scope.GLOBAL, (), ())
+    own, did = restart(plan)
+    finds: Any = own.recovery
+    finds.of_others, finds.unusable, own.older.unusable = (-1, ""), "", ""  # type: ignore[misc]
+    finds.foreign = (6, "it was made with --moe-ckpt-strategy full, this job has sparse")
+    own.config, own.identity = MoECheckpointConfig(memory_dir="/memory"), SimpleNamespace(job="run")  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    with pytest.raises(UsageError, match=r"iteration 6 .*strategy full,.*\(rm -r /memory/\*/run\)$"):
+        own.restore(trainer, request_of(asked_for=asked_for))
+    assert not did
+    finds.foreign = (4, "it was made with --moe-ckpt-strategy full, this job has sparse")
+    own.restore(trainer, request_of())
+    assert did
 
 
 def damaged(target: int) -> tuple[Restart, list[str]]:

@@ -166,7 +166,7 @@ def _answered(answers: Answers) -> Iterator[None]:
             if noted != name or len(values) != len(objects):
                 raise CannotBuildAlone(
                     f"a model is built beside survivors, and asks for {name} of {len(objects)} objects where they had"
-                    f" {noted or 'nothing'} of {len(values)}: all ranks start again once that has come {VAIN_STARTS} times"
+                    f" {noted or 'nothing'} of {len(values)}: all start again when that has come {VAIN_STARTS} times"
                 )
             objects[:] = values
 

@@ -71,6 +71,7 @@ class Overview(msgspec.Struct, frozen=True, array_like=True):
         diverged: Replays that came out otherwise in earlier attempts.
         attempt: The largest number of an attempt of which anybody found anything, of use or not.
         newest: The newest iteration of which anything was found, torn or not; -1 if nothing was.
+        foreign: The newest in memory of which only strategy or version make a state unusable, and why; -1 for none.
     """
 
     problem: tuple[int, str] | None = None
@@ -78,6 +79,7 @@ class Overview(msgspec.Struct, frozen=True, array_like=True):
     diverged: tuple[Divergence, ...] = ()
     attempt: int = 0
     newest: int = -1
+    foreign: tuple[int, str] = (-1, "")
 
     def __or__(self, other: Overview) -> Overview:
         traces: dict[tuple[str, Lineage], Trace] = {}
@@ -90,6 +92,7 @@ class Overview(msgspec.Struct, frozen=True, array_like=True):
             without_repetitions((*self.diverged, *other.diverged)),
             max(self.attempt, other.attempt),
             max(self.newest, other.newest),
+            max(self.foreign, other.foreign),
         )
 
 
@@ -115,7 +118,12 @@ def overview(
         tuple(diverged),
         largest_number((*(row.timeline for row in rows), *older)),
         max((row.snapshot.iteration for row in rows), default=-1),
+        max(((row.snapshot.iteration, row.why) for row in rows if _is_foreign_state(row)), default=(-1, "")),
     )
+
+
+def _is_foreign_state(row: InventoryRow) -> bool:
+    return row.is_foreign and row.tier is Tier.OWN_MEMORY and row.snapshot.kind not in STANDBY
 
 
 @dataclass(frozen=True)

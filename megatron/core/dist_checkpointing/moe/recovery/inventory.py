@@ -71,6 +71,7 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
             outcome of the step, and the trainer state.
         has_strategy: Whether it has the state of the strategy.
         has_fingerprints: Of a boundary log: whether it says what its owner received.
+        is_foreign: Whether nothing but its strategy, or the version that wrote it, speaks against it.
     """
 
     snapshot: SnapshotId
@@ -85,6 +86,7 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
     has_journal: bool = False
     has_strategy: bool = False
     has_fingerprints: bool = False
+    is_foreign: bool = False
 
 
 class _Scalars(msgspec.Struct):
@@ -125,7 +127,9 @@ def listing(
         StoreFailure: The store cannot be listed.
     """
     listed = store.snapshots(owner)
-    rows = [InventoryRow(torn.snapshot, tier, torn.why, torn=_interrupted(torn)) for torn in listed.torn]
+    rows = [
+        InventoryRow(one.snapshot, tier, one.why, _interrupted(one), is_foreign=one.is_newer) for one in listed.torn
+    ]
     for snapshot in listed.sealed:
         try:
             with store.open(snapshot) as reader:
@@ -133,9 +137,10 @@ def listing(
         except UnreadableCheckpoint as error:
             rows.append(InventoryRow(snapshot, tier, str(error)))
         else:
-            row = _row(snapshot, tier, facts, _mismatch(facts, accepts, job, strategy))
+            row = _row(snapshot, tier, facts, why := _mismatch(facts, accepts, job, strategy))
+            is_foreign = bool(why) and not _mismatch(facts, accepts, job, str(facts.scalars.get("made_by")))
             has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
-            rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints))
+            rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints, is_foreign=is_foreign))
     return rows
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import filterfalse
-from operator import or_
+from operator import attrgetter, or_
 from typing import NamedTuple
 
 import msgspec
@@ -159,7 +159,7 @@ class LocalInventory:
                 _land(reader, self._memory)
 
     def collect_garbage(self, kept: Collection[tuple[int, str]], owners: Collection[int]) -> None:
-        """Free all in memory but some pieces; and what is torn.
+        """Free all in memory but some pieces, and what is torn; not what a later version wrote.
 
         Nothing that is persistent is given up: a copy of another timeline is never mixed with this one's, and retention
         removes what this attempt has superseded.
@@ -175,7 +175,7 @@ class LocalInventory:
                 log.error("rank %d: cannot remove incomplete snapshots: %s", self._transport.rank, error)
         with self._logged("memory could not be freed"):
             listed = self._memory.snapshots()
-            for torn in listed.torn:
+            for torn in filterfalse(attrgetter("is_newer"), listed.torn):
                 self._memory.free(torn.snapshot)
             for snapshot in filterfalse(self._is_spared, listed.sealed):
                 if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in owners:

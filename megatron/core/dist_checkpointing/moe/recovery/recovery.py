@@ -182,6 +182,11 @@ class Recovery:
         return self._found.judge.newest_stranger
 
     @property
+    def foreign(self) -> tuple[int, str]:
+        """The newest iteration in memory that only its strategy or version makes unusable, and why; -1 for none."""
+        return self._found.judge.overview.foreign
+
+    @property
     def diverged(self) -> tuple[Divergence, ...]:
         """Replays of earlier attempts that came out otherwise."""
         return self._found.judge.diverged

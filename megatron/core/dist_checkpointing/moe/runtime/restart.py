@@ -32,6 +32,7 @@ from ..resharding.survivors import PreviousLayout
 from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState
+from .process_info import memory_folder
 from .session import Request
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Restart:
         """See `Session.restore`."""
         recovery, load, older = self.recovery, request.load, -1
         plan = self.look()
+        self._refuse_foreign(request.newest if plan is None else max(plan.target, request.newest), *recovery.foreign)
         if plan is not None and (recovery.is_own if request.asked_for else self._leads_beyond(request, plan)):
             if self._is_restored(trainer, request):
                 return
@@ -208,6 +210,14 @@ class Restart:
                 f"{self._where} holds iteration {iteration} of job {job}, and this is job {self.identity.job}: give"
                 f" --moe-ckpt-take-over {job} to continue from it, or start under its id (torchrun --rdzv-id), or take"
                 " another folder"
+            )
+
+    def _refuse_foreign(self, newest: int, iteration: int, why: str) -> None:
+        """What this job cannot read in its own memory would be freed with what it continues from."""
+        if iteration > newest:
+            raise UsageError(
+                f"memory holds iteration {iteration} of this job, but {why}: start with that, or remove it on all nodes"
+                f" (rm -r {memory_folder(self.config)}/*/{self.identity.job})"
             )
 
     def _refuse_after_damage(self, request: Request) -> None:

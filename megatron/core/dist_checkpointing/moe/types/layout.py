@@ -227,12 +227,14 @@ class Torn:
     """A snapshot that began to be stored but cannot be used, at `path`, and why; nobody ever reads from it.
 
     unsealed: it never was sealed, or is being written, where the path does not say so; else it may be damaged.
+    is_newer: a later version sealed it, in memory.
     """
 
     snapshot: SnapshotId
     path: str
     why: str
     unsealed: bool = False
+    is_newer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
