@@ -24,8 +24,9 @@ def test_what_is_fitted_after_a_recovery_ends_a_strict_job_where_memory_is_too_s
             return specs, False
 
     monkeypatch.setattr(live_state, "BufferAllocator", Allocator)
-    memory: Any = SimpleNamespace(store=None, room=None, standby_bytes=None, specs=())
-    memory._state, memory._control, memory._owners = SimpleNamespace(capturer=None), None, ()
-    memory._config, memory._strategy = SimpleNamespace(strict=strict), None
+    parts = {"_state": SimpleNamespace(capturer=None), "_control": None, "_owners": (), "_strategy": None}
+    memory: Any = SimpleNamespace(
+        store=None, room=None, standby_bytes=None, specs=(), **parts, _config=SimpleNamespace(strict=strict)
+    )
     live_state.RankMemory.make_room(memory)
     assert told == [strict]
