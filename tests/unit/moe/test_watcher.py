@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -94,9 +95,10 @@ def watched(
     stall_s: float | None = None,
     patience_s: float = PATIENCE_S,
     finish_s: Callable[[int], float] = lambda lost: 0.0,
+    phase: Callable[[], object] = lambda: 1,
 ) -> Iterator[Watcher]:
     watcher = Watcher(
-        0, session, links, lambda: is_told, patience_s, hang_up=hang_up, stall_s=stall_s, is_in_iteration=lambda: True,
+        0, session, links, lambda: is_told, patience_s, hang_up=hang_up, stall_s=stall_s, phase=phase,
         finish_s=finish_s,
     )  # fmt: skip
     watcher.start()
@@ -262,6 +264,15 @@ def test_a_call_that_takes_longer_than_a_collective_may_is_ended_though_nobody_i
     (own, other), call = linked(2), Call()
     with watched(Step(), own, call.release, stall_s=0.4), pytest.raises(Interrupted):
         call.enter()
+    other.end()
+
+
+def test_iterations_that_each_wait_at_the_same_instruction_are_no_stall() -> None:
+    (own, other), call, iterations = linked(2), Call(), itertools.count()
+    with watched(Step(), own, call.release, stall_s=0.4, phase=lambda: next(iterations)) as watcher:
+        threading.Timer(1.5, call.release).start()
+        call.enter()
+    assert watcher.interrupted is None
     other.end()
 
 

@@ -364,7 +364,7 @@ class MoECheckpointManager(Iterations):
             PATIENCE_S["nccl" if "nccl" in backend else "gloo"],
             # Torch's own watchdog would do it, were it not told to leave errors alone.
             stall_s=process_group_timeout_s() if "nccl" in backend else None,
-            is_in_iteration=lambda: self._phase is not LoopPhase.BETWEEN,
+            phase=lambda: None if self._phase is LoopPhase.BETWEEN else (self._phase, self.iteration),
             finish_s=lambda lost: 0.0 if self._session.needs(lost) else self._slot.finish_s,
         )
         watcher.start()

@@ -140,7 +140,7 @@ class Watcher:
         patience_s: How long the main thread may stay in one place after a loss.
         hang_up: Aborts communicators and closes connections.
         stall_s: How long it may stay in one place within an iteration though no peer is lost; None: for ever.
-        is_in_iteration: Whether it is within one.
+        phase: Of which iteration it is in; None between two.
         finish_s: How long it may continue without a rank that was lost, where it needs none such; 0 where it does.
     """
 
@@ -154,20 +154,20 @@ class Watcher:
         *,
         hang_up: Callable[[], object] = close_connections,
         stall_s: float | None = None,
-        is_in_iteration: Callable[[], bool] = lambda: False,
+        phase: Callable[[], object] = lambda: None,
         finish_s: Callable[[int], float] = lambda lost: 0.0,
     ) -> None:
         self._rank, self._session, self._patience_s = rank, session, patience_s
         self._links = links
         self._is_told, self._hang_up = is_told_by_signal, hang_up
-        self._stall_s, self._is_in_iteration, self._finish_s = stall_s, is_in_iteration, finish_s
+        self._stall_s, self._phase, self._finish_s = stall_s, phase, finish_s
         self._main, self._signals = MainThread(), SignalBytes()
         # Held to interrupt the main thread, and to stand down: whoever has left is not interrupted any more.
         self._lock, self._left = threading.Lock(), threading.Event()
         # Wakes the thread from `poll`; closed in programs that this process starts.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._look_s = None if stall_s is None else min(5.0, stall_s / 4)
-        self._place, self._since_s = self._main.place, time.monotonic()
+        self._place, self._since_s = (self._main.place, phase()), time.monotonic()
         self._looked_s = self._since_s
         self._thread = device_thread(self._run, "moe-ckpt-watcher")
         self.interrupted: Cause | None = None
@@ -231,10 +231,11 @@ class Watcher:
 
     def _stood_s(self) -> float:
         """For how long the main thread has been seen in one place, if that is within an iteration."""
-        place, now_s = self._main.place, time.monotonic()
+        # The phase, too: each iteration may wait at the same instruction, as with CUDA graphs of whole iterations.
+        place, now_s = (self._main.place, self._phase()), time.monotonic()
         # This thread did not look for long: the whole node was suspended, and the main thread could not move either.
         was_stopped = self._look_s is not None and now_s - self._looked_s > 2 * self._look_s
-        if place != self._place or was_stopped or _waits_for_no_rank.is_set() or not self._is_in_iteration():
+        if place != self._place or was_stopped or _waits_for_no_rank.is_set() or place[1] is None:
             self._place, self._since_s = place, now_s
         self._looked_s = now_s
         return now_s - self._since_s
@@ -336,7 +337,7 @@ def watched_start(rank: int, stall_s: float, hang_up: Callable[[], object] = clo
         0.0,
         hang_up=hang_up,
         stall_s=stall_s,
-        is_in_iteration=lambda: True,
+        phase=lambda: "start",
     )
     watcher.start()
     try:
