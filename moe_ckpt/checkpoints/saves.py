@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.integrity import Advance, unwatched
-from moe_ckpt.dense.names import ITERATION, STAGED, condemned
+from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, condemned
 
 from .files import last_written_s
 from .inspect_saves import iteration_report, saves_report
@@ -103,7 +103,12 @@ class SavesLocation(DenseLocation):
         found = saved_iterations(self.path)
         left = [saved for saved in found if STAGED.fullmatch(saved.folder.name)]
         newest, items = _judged(self.path, [saved for saved in found if saved not in left], limits, advance)
-        items += [_gc_item(saved, f"it is {saved.state}: what was doing that has ended", goes=True) for saved in left]
+        for saved in left:
+            published = self.path / saved.folder.stem.removeprefix(".")
+            if saved.folder.suffix == REPLACED and not published.exists():
+                items.append(_gc_item(saved, "a save was to replace it and has not: the next start publishes it again"))
+            else:
+                items.append(_gc_item(saved, f"it is {saved.state}: what was doing that has ended", goes=True))
         merging = (path for path in sorted(self.path.iterdir()) if _MERGING.fullmatch(path.name))
         items += [GcItem.left_over(path, "it is half-converted") for path in merging]
         return GcPlan(limits.applied(items, last_written_s(self.path), writer_of(self.place)), newest)

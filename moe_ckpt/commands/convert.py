@@ -85,6 +85,8 @@ _DROPPED = {
     "--non-persistent-save-interval": 1,
     "--non-persistent-ckpt-type": 1,
     "--async-save": 0,
+    "--ckpt-format": 1,
+    "--load-main-params-from-ckpt": 0,
     "--load": 1,
     "--pretrained-checkpoint": 1,
     "--ckpt-step": 1,
@@ -270,7 +272,7 @@ def densified(source: ConversionSource, persist_dir: PersistDir, out: Path, flag
     ):
         own = ["--device", "cpu", "--save", str(out.absolute()), "--moe-ckpt-replicas", "0"]
         # Training ends where it was recovered, and saves there; it evaluates nothing.
-        own += ["--save-interval", str(10**9), "--eval-iters", "0"]
+        own += ["--save-interval", str(10**9), "--eval-iters", "0", "--ckpt-format", "torch_dist"]
         # No iteration but those of a replay is run, so random states of a GPU continue unchanged: nothing is inexact.
         own += ["--moe-ckpt-reshard", "inexact", "--moe-ckpt-take-over", "any"]
         # The snapshots of the source alone, so that nothing is tidied up in a storage that a job may still write to.

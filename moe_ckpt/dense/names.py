@@ -30,8 +30,11 @@ SHARD_SUFFIX = ".distcp"
 ITERATION = re.compile(r"iter_(\d{7,})")
 """A published iteration in a --save folder."""
 
-STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing)")
-"""An iteration that is being written or removed, or was when its process died."""
+REPLACED = ".replaced"
+"""Ends the name of a checkpoint that a save of the same iteration replaces; until that is there it is whole."""
+
+STAGED = re.compile(r"\.iter_(\d{7,})\.(saving|removing|replaced)")
+"""An iteration that is being written, removed or replaced, or was when its process died."""
 
 INFORMING_BYTES = 1 << 20
 """The longest tracker, or commit marker."""

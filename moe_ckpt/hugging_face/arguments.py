@@ -57,8 +57,10 @@ def resolved(saved: Mapping[str, Any]) -> dict[str, Any]:
     heads = found.get("num_attention_heads")
     if found.get("kv_channels") is None and heads:
         found["kv_channels"] = found["hidden_size"] // heads
-    if found.get("num_query_groups") is None:
+    if found.get("num_query_groups") is None or found.get("group_query_attention") is False:
         found["num_query_groups"] = heads
+    if "apply_layernorm_1p" in found:  # as older Megatron-LM records it
+        found.setdefault("layernorm_zero_centered_gamma", found["apply_layernorm_1p"])
     if found.get("ffn_hidden_size") is None and found.get("hidden_size"):
         found["ffn_hidden_size"] = ffn_width(found["hidden_size"], swiglu=True)
     if found.get("moe_ffn_hidden_size") is None:

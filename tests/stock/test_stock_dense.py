@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -102,10 +103,13 @@ def refusal(outcome: Outcome) -> str:
 @pytest.mark.ci
 def test_what_is_saved_has_sums_of_all_its_files_and_is_that_of_the_unprotected_loop(new_job, tmp_path: Path) -> None:
     plain, save = tmp_path / "plain", tmp_path / "save"
-    flags = ("--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save")
+    flags = ("--save-interval", 2, "--exit-interval", 4, "--ckpt-fully-parallel-save", "--verify-integrity")
     new_job(SPREAD).run(*flags, "--save", plain, hooks=[unprotected])
     new_job(SPREAD).run(*flags, "--save", save, *FULL)
     assert_saved_as(plain, save)
+    folder = save / "iter_0000004"
+    hashed = json.loads((folder / "integrity.json").read_text())["files"]
+    assert {*hashed, "integrity.json", NAME} == {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.ci

@@ -90,7 +90,7 @@ def test_what_was_asked_for_by_number_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [None, 4])
 def test_one_that_a_killed_save_had_moved_out_of_its_way_is_loaded_again(tmp_path: Path, asked: int | None) -> None:
     save(tmp_path, 2, 4)
-    (tmp_path / "iter_0000004").rename(tmp_path / ".iter_0000004.removing")
+    (tmp_path / "iter_0000004").rename(tmp_path / ".iter_0000004.replaced")
     with pytest.raises(UnreadableCheckpoint) if asked else nullcontext():  # another job may be at work there
         assert told(arguments(tmp_path, ckpt_step=asked)) == (2, None)
     assert told(arguments(tmp_path, ckpt_step=asked, save=str(tmp_path))) == (asked, None)

@@ -605,6 +605,16 @@ def test_what_saves_left_unfinished_goes_and_iterations_stay_unless_asked(tmp_pa
 
 
 @SAVES
+def test_an_iteration_that_a_killed_save_had_moved_out_of_its_way_stays(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    shutil.copytree(root / "iter_0000012", root / ".iter_0000012.replaced")
+    assert freed(of_saves(root)) == [".iter_0000012.replaced"]
+    (root / "iter_0000024").rename(root / ".iter_0000024.replaced")
+    (root / ".iter_0000012.replaced").rename(root / ".iter_0000012.removing")
+    assert freed(of_saves(root)) == [".iter_0000012.removing"]
+
+
+@SAVES
 def test_a_folder_is_listed_while_a_job_saves_into_it(tmp_path: Path) -> None:
     root, has_ended = dense(tmp_path / "saved", 3), threading.Event()
     hidden, folder = root / ".iter_0000036.saving", root / "iter_0000036"

@@ -25,6 +25,7 @@ from moe_ckpt.commands.main import commands
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME as SUMS
 from moe_ckpt.dense.integrity import seal
+from moe_ckpt.hugging_face.arguments import resolved
 from moe_ckpt.hugging_face.config import Config
 from moe_ckpt.hugging_face.families import read_model, written_config
 from moe_ckpt.hugging_face.folder import read_config, safetensors, sharding
@@ -570,6 +571,13 @@ def test_a_checkpoint_of_another_model_than_the_template_is_refused_with_the_arg
     with pytest.raises(UsageError, match="num_query_groups is 2, not 4; moe_router_topk is 2, not 1"):
         convert("--to", "hf", "--hf-model", folder, tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_arguments_mean_what_the_megatron_that_recorded_them_made_of_them() -> None:
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 1}
+    assert resolved(shape | {"group_query_attention": False})["num_query_groups"] == 8
+    assert resolved(shape | {"group_query_attention": True})["num_query_groups"] == 1
+    assert resolved(shape | {"apply_layernorm_1p": True})["layernorm_zero_centered_gamma"]
 
 
 def test_a_checkpoint_that_no_family_computes_is_refused_with_the_argument_that_differs(tmp_path: Path) -> None:

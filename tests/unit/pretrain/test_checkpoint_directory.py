@@ -74,7 +74,7 @@ def test_what_a_killed_save_had_moved_out_of_its_way_is_published_again(director
     publish(directory, 3)
     directory.stage(3)
     # Killed between the two renames.
-    replaced = directory.folder(3).rename(directory.root / ".iter_0000003.removing")
+    replaced = directory.folder(3).rename(directory.root / ".iter_0000003.replaced")
     directory.stage(6, keep=frozenset({3}))
     assert replaced.is_dir(), "a save of it that is under way does that by itself"
     directory.stage(9)

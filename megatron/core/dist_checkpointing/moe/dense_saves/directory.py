@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing.moe.storage.system import make_folders, sync_directory, write_atomically
-from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, read_tracker
+from moe_ckpt.dense.names import ITERATION, RELEASE, REPLACED, STAGED, TRACKER, read_tracker
 
 Step = int | Literal["release"]
-
-REPLACED = ".removing"
-"""Ends the name of a checkpoint that a save of the same iteration replaces; until that is there it is whole."""
 
 
 class CheckpointDirectory:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing import validation
 from moe_ckpt.dense.dense import require_complete
 from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, FileSum, seal
 
@@ -126,7 +127,8 @@ class DenseSaves:
         if begun is None or Path(given["checkpoint_dir"]) != begun.final:
             return save(**given)
         if dist.get_rank() == 0:
-            _remove_if_empty(begun.final)
+            with suppress(OSError):  # what Megatron-LM made to write into would look like one that was torn
+                begun.final.rmdir()
         is_async = given["async_sharded_save"]
         changed = {
             "checkpoint_dir": str(begun.staging),
@@ -134,6 +136,9 @@ class DenseSaves:
             "async_strategy": given["async_strategy"] if is_async else "mcore",  # as core's own strategy saves in place
             "content_metadata": (given["content_metadata"] or {}) | {MARK: FORMAT_VERSION},
         }
+        hashes = given.get("verify_integrity", False)
+        if hashes:  # core's list of hashes comes when all files are there, and none that goes again
+            changed["verify_integrity"] = False
         request = summed(save(**{**given, **changed}), begun.staging, self._secret)
         self._in_flight.add(begun)
         if not is_async:
@@ -142,7 +147,7 @@ class DenseSaves:
         steps = [
             *request.finalize_fns,
             lambda: self._take(begun, sums),  # behind those of core, which wait for the writers of all ranks
-            lambda: self._publish(begun, sums),
+            lambda: self._publish(begun, sums, hashes=hashes),
             lambda: self._published_everywhere(begun),
         ]
         if is_async:
@@ -172,13 +177,15 @@ class DenseSaves:
         if dist.get_rank() == 0:
             sums |= take_sums(begun.staging, dist.get_world_size())
 
-    def _publish(self, begun: _BegunSave, sums: Mapping[str, FileSum]) -> None:
+    def _publish(self, begun: _BegunSave, sums: Mapping[str, FileSum], *, hashes: bool) -> None:
         """Raises OSError, UnreadableCheckpoint."""
         if dist.get_rank() == 0:
             # Shards that other nodes wrote to disks of their own are missing here: not a checkpoint to be loaded.
             require_complete(begun.staging)
             if begun.addition is not None:
                 begun.addition.complete(begun.staging, begun.iteration)
+            if hashes:
+                validation.save_integrity_manifest(str(begun.staging))
             seal(begun.staging, sums)
             begun.directory.place(begun.iteration)
 
@@ -199,11 +206,3 @@ class DenseSaves:
                 begun.directory.root,
                 why,
             )
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """What Megatron-LM makes to write into: a folder without a checkpoint would look like one that was torn."""
-    try:
-        folder.rmdir()
-    except OSError:
-        return
