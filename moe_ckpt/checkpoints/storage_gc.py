@@ -122,13 +122,15 @@ def _retained(
         return None, (note,) if snapshots else ()
     here = on_timeline(found.timeline, snapshots)
     pieces = pieces_of(here)
-    keep_last = limits.keep_last or _keep_last_of(newest.state.leading)
+    known = limits.keep_last or _keep_last_of(newest.state.leading)
+    keep_last = known or len(snapshots)
+    notes = () if known else ("The job does not say how many states it keeps, so all stay: give --keep-last.",)
     kept = {piece_name(piece) for piece in needed_pieces(pieces, newest.state, keep_last)}
     kept |= {member.name for state in (found, newest) for member in (*state.members, *_newest_of_ranks(here, state))}
     others = timelines(snapshots)
     newer = tuple(others[: others.index(found.timeline)])
     complete = frozenset(map(piece_name, pieces))
-    return RetainedState(found.timeline, newer, found.state, keep_last, frozenset(kept), complete), ()
+    return RetainedState(found.timeline, newer, found.state, keep_last, frozenset(kept), complete), notes
 
 
 def _newest_of_ranks(here: Sequence[StoredSnapshot], found: RestorableState) -> Iterator[StoredSnapshot]:
@@ -157,9 +159,11 @@ def _is_intact(store: Store, stored: StoredSnapshot, advance: Advance) -> bool:
         return False
 
 
-def _keep_last_of(leading: StoredSnapshot) -> int:
-    """How many states the job itself kept, by the flags it was started with."""
-    flags, given = leading.command.flags if leading.command else (), ""
+def _keep_last_of(leading: StoredSnapshot) -> int | None:
+    """How many states the job itself kept, by the flags it was started with; None where these are not known."""
+    if leading.command is None:
+        return None
+    flags, given = leading.command.flags, ""
     for flag, following in zip(flags, (*flags[1:], ""), strict=False):  # of several the last one counts
         name, has_value, value = flag.partition("=")
         if name == _KEEP_FLAG:

@@ -72,7 +72,7 @@ class Made:
     way: Way = (FIRST,)
     job: str = "job"
     length: int = 1
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] | None = ()
     made_by: str = "sparse"
     layout: str = "dp"
     ranks: int = RANKS
@@ -98,10 +98,8 @@ class Made:
             "made_by": self.made_by,
         }
         if not kind.startswith("experts"):
-            scalars["trainer"] = {
-                "iteration": snapshot.iteration,
-                "command": {"flags": list(self.flags), "folder": "/"},
-            }
+            command = {} if self.flags is None else {"command": {"flags": list(self.flags), "folder": "/"}}
+            scalars["trainer"] = {"iteration": snapshot.iteration, **command}
         layout = Layout.of([Field("weight", "uint8", (100,))])
         store = FilesystemStore(root, snapshot.rank) if isinstance(root, Path) else root
         with store.reserve(snapshot, layout) as writer:
@@ -177,6 +175,16 @@ def test_of_a_flag_that_is_given_twice_the_last_one_counts(flags: tuple[str, ...
     for last in (1, 2, 3, 4):
         Made(flags=flags).window(tmp_path, last)
     assert len(freed(of_storage(tmp_path))) == 4 - kept
+
+
+def test_of_a_job_that_does_not_say_how_many_states_it_keeps_all_stay_unless_asked(tmp_path: Path) -> None:
+    """As of recipes of Megatron-Bridge and loops of one's own, whose settings are no flags."""
+    for last in (1, 2, 3, 4):
+        Made(flags=None).window(tmp_path, last)
+    plan = of_storage(tmp_path)
+    assert not freed(plan)
+    assert "give --keep-last" in plan.notes[0]
+    assert len(freed(of_storage(tmp_path, keep_last=1))) == 3
 
 
 def test_what_training_left_when_it_went_back_goes(tmp_path: Path) -> None:
