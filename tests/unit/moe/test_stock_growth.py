@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +124,23 @@ def test_workers_that_made_way_wait_to_be_started_again(
     with pytest.raises(error):
         own.make_way(lambda: told)
     assert joining.is_ready
+
+
+def test_workers_that_made_way_hear_of_sigterm_where_the_loop_only_notes_it(tmp_path: Path) -> None:
+    joining = Joining(tmp_path)
+    joining.ask()
+    own = Growth(ELASTIC, args(), joining)
+    assert own.ends_training(2, begins=True)
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: noted.append(number))  # as with --exit-signal-handler
+    try:
+        loops = signal.getsignal(signal.SIGTERM)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Terminated):
+            own.make_way(lambda: False)
+        assert signal.getsignal(signal.SIGTERM) is loops
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_loop_leaves_with_its_memory_kept_once_nodes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ other strategies are not, so the loop saves a checkpoint before it leaves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ class Growth:
         """Where training ended for nodes: wait for the launcher, which starts all ranks again.
 
         Args:
-            is_told_to_end: Whether SIGTERM has come.
+            is_told_to_end: Whether SIGTERM has come before.
 
         Raises:
             Terminated: It has.
@@ -74,15 +76,18 @@ class Growth:
         """
         if self._joining is None or not self.makes_way:
             return
-        try:
-            self._joining.ready()
-        except OSError as error:
-            raise NewProcessesNeeded(f"the launcher does not learn of the end: {format_error(error)}") from error
-        until_s = time.monotonic() + MAKE_WAY_S
-        while time.monotonic() < until_s:
-            if is_told_to_end():
-                raise Terminated("told to end by SIGTERM; nodes have joined, and the job is started again with them")
-            time.sleep(_LONGEST_PAUSE_S)
+        with _noting_sigterm() as noted:
+            try:
+                self._joining.ready()
+            except OSError as error:
+                raise NewProcessesNeeded(f"the launcher does not learn of the end: {format_error(error)}") from error
+            until_s = time.monotonic() + MAKE_WAY_S
+            while time.monotonic() < until_s:
+                if noted or is_told_to_end():
+                    raise Terminated(
+                        "told to end by SIGTERM; nodes have joined, and the job is started again with them"
+                    )
+                time.sleep(_LONGEST_PAUSE_S)
         raise NewProcessesNeeded(
             f"training ended for nodes that joined, and was not started again within {MAKE_WAY_S:g} s"
         )
@@ -102,3 +107,14 @@ class Growth:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         work.wait()  # raises what went wrong
+
+
+@contextlib.contextmanager
+def _noting_sigterm() -> Iterator[list[int]]:
+    """In this block SIGTERM enters the list; Megatron-LM's own handler notes it for iterations that do not come."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
