@@ -108,7 +108,7 @@ def continues_as_from(new_job, tmp_path: Path) -> Check:
     return check
 
 
-@pytest.mark.full  # those of parts of states shrink too
+@pytest.mark.full
 def test_a_job_that_loses_a_node_for_good_continues_as_one_that_was_started_with_what_is_left(
     new_job, continues_as_from, tmp_path: Path
 ) -> None:

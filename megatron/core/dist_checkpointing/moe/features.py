@@ -239,7 +239,7 @@ FEATURES: tuple[Feature, ...] = (
         "`--moe-ckpt-elastic`: fewer nodes",
         Works(
             f"{_STOCK}elastic.py::"
-            "test_a_job_that_loses_a_node_for_good_continues_as_one_that_was_started_with_what_is_left"
+            "test_a_job_of_parts_of_states_shrinks_and_grows_as_jobs_that_were_started_with_these_sizes"
         ),
         _UNTESTED,
         _UNTESTED,
