@@ -127,13 +127,13 @@ def test_a_second_replica_is_taken_only_where_it_gains_more_than_noise(monkeypat
     assert best_of(question(), "gemini").settings == {"replicas": 2}
 
 
-@pytest.mark.parametrize("name", ["gemini", "moc"])
-def test_as_many_replicas_as_are_asked_for_are_simulated_and_printed(name: str) -> None:
+def test_as_many_replicas_as_are_asked_for_are_simulated_and_printed() -> None:
     asked = replace(question(), replicas=3)
-    found = best_of(asked, name)
+    found, before = best_of(asked, "gemini"), by_name(usual())
     assert found.settings["replicas"] == 3
     assert "--moe-ckpt-replicas 3 " in flags_of(asked, found)
-    assert found.memory_bytes > best_of(question(), name).memory_bytes
+    assert found.memory_bytes > before["gemini"].memory_bytes
+    assert "--moe-ckpt-replicas 1 " in flags_of(question(), before["moc"])
 
 
 def test_advice_takes_no_more_memory_than_a_plan_says_to_fit() -> None:
