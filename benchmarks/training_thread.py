@@ -138,7 +138,8 @@ def measured(iterations: int) -> dict[str, Any]:
             memory=store, capturer=capturer, trainer=trainer, control=others, executor=Lane, clock=clock,
             buffer_specs=specs, counts=counts,
         )  # fmt: skip
-        worker = ReplicationWorker(store, None, others, clock, Identity("job", {}, capturer.operators, "sparse"))
+        identity = Identity("job", {}, capturer.operators, "sparse")
+        worker = ReplicationWorker(store, None, others, clock, identity, patience_s=1.0)
         coordinator = Coordinator(job, strategy, ports, worker, None)
 
         def step() -> None:

@@ -105,11 +105,12 @@ for name in names:
         try:
             runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
         except SystemExit as ended:
-            assert not ended.code, name
+            assert bool(ended.code) == (name == "planned_kills"), name
     pages[name] = page.getvalue()
 print(json.dumps(pages))
 """
-"""In one process, which imports torch once."""
+"""In one process, which imports torch once. Of kept runs only planned kills fall short of what was asked for: their
+predictions are not ahead of a null predictor beyond chance."""
 
 
 @pytest.mark.ci
