@@ -74,7 +74,7 @@ class CheckpointDirectory:
             OSError: The folder cannot be read, or changed.
         """
         for entry in self._staged(keep) if self.root.is_dir() else []:
-            final = self.folder(int(entry.name.split(".")[1].removeprefix("iter_")))
+            final = entry.with_name(entry.stem.removeprefix("."))
             if entry.suffix == REPLACED and not final.exists():
                 entry.rename(final)
 
