@@ -9,6 +9,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
+from megatron.core.dist_checkpointing.moe.policy.parking import StepPhase
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
 
@@ -114,3 +116,26 @@ def test_nor_is_it_where_the_checkpoint_proved_older_than_the_damaged_copies() -
     with pytest.raises(UsageError, match="damaged or lost"):
         own.restore(trainer, request_of(load=lambda: 2, newest=6, in_part=True))
     assert did == ["loaded", "poisoned"]
+
+
+def test_behind_damaged_copies_memory_that_only_its_strategy_makes_unusable_stays() -> None:
+    own, did = damaged(7)
+    finds: Any = own.recovery
+    finds.foreign = (6, "it was made with --moe-ckpt-strategy full, this job has sparse")
+    own.config, own.identity = MoECheckpointConfig(memory_dir="/memory"), SimpleNamespace(job="run")  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    with pytest.raises(UsageError, match="holds iteration 6 of this job"):
+        own.restore(trainer, request_of())
+    assert did == ["poisoned"]
+
+
+@pytest.mark.parametrize("phase", [StepPhase.REPLAYING, StepPhase.REJOINING])
+def test_logs_of_a_replay_take_no_more_memory_than_the_strategy_had_room_for(phase: StepPhase) -> None:
+    own, _ = restart(None)
+    asked: list[int] = []
+    own.survivor = SimpleNamespace(set_lineage=lambda *_: None, resize_logs=asked.append)  # type: ignore[assignment]
+    own.strategy = SimpleNamespace(lookback=9, logged=3)  # type: ignore[assignment]
+    own.identity = Identity("run", {}, frozenset())
+    own.recovery = SimpleNamespace(timeline=())  # type: ignore[assignment]
+    own._attend(7, phase)
+    assert asked == [3]

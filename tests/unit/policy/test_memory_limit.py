@@ -107,15 +107,29 @@ def test_a_window_that_cannot_grow_stays_and_its_snapshot_is_planned_again() -> 
     strategy = Sparse(piped(auto()))
     pace(strategy, (peak(2) + 1) / 0.8)
     assert strategy.plan(1) is not None and strategy.plan(2) is not None
-    former = strategy.buffer_specs()
+    former, changes = strategy.buffer_specs(), strategy.order_changes
     pace(strategy, peak(4) / 0.8, times=16)
     assert strategy.plan(3) is not None
     said = []
     while strategy.buffer_specs() != former:
         said.append(strategy.buffers_refused())
-    assert said[-1] == "the window stays at 2 iterations"
+    assert said[-1] == "the window stays at 2 iterations, with boundary logs of 6"
+    assert strategy.logged == 6 and strategy.keeps_logs and strategy.order_changes == changes
     again = strategy.plan(3)
     assert again is not None and strategy.pieces(again)[0].span == range(3, 5)
+
+
+@pytest.mark.parametrize(("window", "logged"), [("auto", 2), ("2", 6)])
+def test_after_a_fault_an_automatic_window_asks_for_no_more_logs_than_there_was_room_for(
+    window: str, logged: int
+) -> None:
+    """Of a fixed one the start has found that out."""
+    before, after = (Sparse(piped(auto() if window == "auto" else replace(CONFIG, window=window))) for _ in range(2))
+    pace(before, (peak(2) + 1) / 0.8)
+    assert before.plan(1) is not None and before.lookback == 6
+    before.buffers_refused(), before.buffers_refused()
+    after.resumed(RecoveryPlan(0, Scope.GLOBAL, (), ()), before.to_data(), 1)
+    assert (before.logged, after.logged) == (2, logged)
 
 
 def test_a_strategy_that_gave_up_takes_no_snapshots_after_a_recovery_either() -> None:

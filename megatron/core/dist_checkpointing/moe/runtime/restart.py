@@ -129,6 +129,7 @@ class Restart:
         """Whether what was planned could be restored; else nothing is left of what live state was."""
         if self.carry_out() is None:
             self.state.clear_counters()  # what routers count has no place in a checkpoint that is loaded
+            self._refuse_foreign(request.newest, *self.recovery.foreign)
             self._refuse_after_damage(request)
             return False
         # Kernels of a GPU and of a CPU differ, so a replay would say in its first iteration that it diverged.
@@ -326,7 +327,7 @@ class Restart:
         if self.survivor is not None:
             identity = replace(self.identity, timeline=self.recovery.timeline)
             self.survivor.set_lineage(identity, iteration, phase)
-            self.survivor.resize_logs(self.strategy.lookback)
+            self.survivor.resize_logs(self.strategy.logged)
 
     def _feed(self) -> None:
         """What stages outside of the replay sent comes from their logs."""

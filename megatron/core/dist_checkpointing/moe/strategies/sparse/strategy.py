@@ -152,7 +152,8 @@ class Sparse(Strategy):
         self._budget = Budget()
         self._windows = _Windows()
         self._table: Timetable | None = None
-        self._former: Timetable | None = None
+        # With its logs and count of orders: what holds again where memory has no room for the table chosen after it.
+        self._former: tuple[Timetable | None, int, int] | None = None
         self._next: NextTimetable | None = None
         self._log_windows = PLACES
         if self._fixed is not None:
@@ -207,10 +208,6 @@ class Sparse(Strategy):
 
         return find if coming.reorders or coming.budget_bytes is not None else None
 
-    @property
-    def _may_reorder(self) -> bool:
-        return self.counts_tokens and self._table is not None and self._table.size != 1 and not self._gave_up
-
     def pieces(self, plan: SnapshotPlan) -> tuple[Piece, ...]:
         """All in one, which restores a state together with the rest of its window."""
         begun = self._windows.of(plan.iteration)
@@ -258,6 +255,7 @@ class Sparse(Strategy):
             "window": self._table.size if self._table else None,
             "popularity": self._popularity.to_data(),
             "budget": self._budget.to_data(),
+            "log_windows": self._log_windows,
         }
 
     def remembered(self) -> Callable[[], dict[str, Any]]:
@@ -282,6 +280,8 @@ class Sparse(Strategy):
         window = self._fixed or data["window"]
         if window is not None and not self._gave_up:
             self._table = self._timetable(window)
+            # What a chosen window had no room for before the fault it has none for now; a fixed one was tried already.
+            self._log_windows = self._log_windows if self._fixed else data.get("log_windows", PLACES)
         return plan
 
     def buffers_refused(self) -> str:
@@ -293,9 +293,10 @@ class Sparse(Strategy):
             return self._fewer_logs()
         if table is None:
             return super().buffers_refused()
-        if former is not None and former != table:
-            self._table = former
-            return f"the window stays at {former.size} iterations"
+        if former is not None and former[0] is not None and former[0] != table:
+            self._table, self._log_windows, self.order_changes = former
+            logs = f", with boundary logs of {self.logged}" if self.logged else ""
+            return f"the window stays at {former[0].size} iterations{logs}"
         larger = larger_window(self._job, self._popularity.last, table)
         if larger is not None:
             self._table = larger
@@ -325,7 +326,7 @@ class Sparse(Strategy):
         if self._gave_up:
             return
         table, coming = self._table, self._next
-        self._former, self._next = table, None
+        self._former, self._next = (table, self._log_windows, self.order_changes), None
         if coming is None or coming.table is not table:
             coming = self._next_timetable()
         reordered, needed = coming()
@@ -341,7 +342,7 @@ class Sparse(Strategy):
 
     def _next_timetable(self) -> NextTimetable:
         budget_bytes = self._budget.calls_for_another() if self._fixed is None else None
-        reorders = self._may_reorder
+        reorders = self.counts_tokens and self._table is not None and self._table.size != 1 and not self._gave_up
         return NextTimetable(self._job, self._popularity, self._table, reorders=reorders, budget_bytes=budget_bytes)
 
     def _timetable(self, window: int | None) -> Timetable:
