@@ -242,6 +242,8 @@ class Hooks:
             with made_whole(args, self._config, window, copy_previous):
                 return load_with(functools.partial(load_original, model, optimizer, scheduler))
 
+        if self._recover_only:  # what is to be recovered may be older than a checkpoint, of which only flags are read
+            load = None
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         load_newest = None if load is None else functools.partial(load_with, load)
         where = {"asked_for": asked_for, "run_again": run_again, "in_part": bool(args.finetune or args.no_load_optim)}
