@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from environments import ENGINE, ROOT, Environment, built_wheel, empty, sources, with_torch
 
+pytestmark = pytest.mark.ci
+
 NGC = {
     "torch": "2.10.0a0+b4e4ee81d3.nv25.12",
     "megatron-core": "0.18.0",
@@ -78,7 +80,6 @@ def test_it_has_the_licence_and_says_which(wheel: Path) -> None:
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
-@pytest.mark.ci
 def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     source = sources(tmp_path / "source")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
@@ -113,7 +114,6 @@ def test_its_tools_run_outside_of_the_sources_behind_a_source_tree(installed: En
     assert result.stdout.lower().startswith("usage:")
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("driver", "behind_a_tree"),
     [
@@ -164,7 +164,6 @@ def test_python_starts_with_nothing_of_ours_and_with_the_finder_where_that_is_as
     assert installed.run("python", "-m", "moe_ckpt_finder").returncode == 2
 
 
-@pytest.mark.ci
 def test_the_alias_is_found_behind_a_source_tree_without_a_hook(installed: Environment, megatron_tree: Path) -> None:
     program = (
         f"import sys, moe_ckpt.core.config, {ENGINE}.config; from moe_ckpt.core import MoECheckpointConfig, errors;"
@@ -177,7 +176,6 @@ def test_the_alias_is_found_behind_a_source_tree_without_a_hook(installed: Envir
     assert result.stdout.split() == [f"{ENGINE}.config", f"{ENGINE}.config"]
 
 
-@pytest.mark.ci
 def test_a_dry_run_for_slurm_works_from_the_wheel(installed: Environment, tmp_path: Path) -> None:
     folder = Path(installed.run("python", "-m", "moe_ckpt.scripts").stdout.strip())
     copy = shutil.copytree(folder, tmp_path / "copy")
@@ -219,7 +217,6 @@ def test_the_job_file_of_16_nodes_is_rehearsed_from_the_wheel(
     assert len({node for _, _, node, *_ in ranks}) == 16 and {node for _, _, node, *_ in ranks} < {*nodes}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("core", ["0.17.1", "0.18.0", "0.19.2"])
 def test_an_image_with_torch_and_megatron_core_gets_nothing_but_us(wheel: Path, tmp_path: Path, core: str) -> None:
     made = image(tmp_path / "image", **{"megatron-core": core})

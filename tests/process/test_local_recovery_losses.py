@@ -20,7 +20,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "victim", "rank", "place"),
     [
-        (PAIR, 1, 0, "parking"),
+        pytest.param(PAIR, 1, 0, "parking", marks=pytest.mark.ci),
         pytest.param(PAIR, 1, 1, "restarting", marks=full),
         pytest.param(PAIR, 1, 0, "waiting", marks=full),
         pytest.param(TWO, 2, 1, "parking", marks=full),

@@ -90,6 +90,7 @@ def test_a_node_is_lost_before_the_next_attempt_has_chosen_its_window(
     assert_identical(run, fault_free(case))
 
 
+@pytest.mark.ci
 def test_when_all_memory_is_lost_the_newest_window_in_storage_is_replayed(
     cluster: Cluster, fault_free: FaultFree, tmp_path: Path
 ) -> None:

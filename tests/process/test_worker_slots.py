@@ -172,6 +172,7 @@ def agent(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.ci
 def test_where_standbys_die_again_and_again_no_more_are_started_and_a_line_says_so(run_workers: Jobs) -> None:
     said = run_workers("standbys die", 2)[1].stderr
     assert said.count("exited with code") == 3, said

@@ -80,6 +80,7 @@ def test_everything_that_the_text_says_of_figure_13_holds() -> None:
     assert [text for text, holds in moc_fig13.statements().items() if not holds] == []
 
 
+@pytest.mark.ci
 def test_the_assumed_network_lies_within_the_range_in_which_the_text_holds() -> None:
     lowest, highest = moc_fig13.rates_that_agree()
     assert lowest < machines()["a800"].node_bytes_per_s < highest

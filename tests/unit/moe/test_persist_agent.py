@@ -132,6 +132,7 @@ def test_what_a_killed_trainer_was_persisting_is_published_whole_and_verified(
     assert line.startswith(f"rank {RANK}: its trainer ended while it persisted iteration 12; that was finished in ")
 
 
+@pytest.mark.ci
 def test_the_engine_is_imported_from_where_it_lies_without_the_finder_of_an_editable_install() -> None:
     program = f"""
 import sys

@@ -400,7 +400,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     [
         pytest.param("", id="imports", marks=pytest.mark.ci),
         pytest.param("heartbeat.own_heartbeat()", id="starts", marks=pytest.mark.ci),
-        pytest.param("heartbeat.own_heartbeat().loads()", id="loads"),
+        pytest.param("heartbeat.own_heartbeat().loads()", id="loads", marks=pytest.mark.ci),
     ],
 )
 def test_a_rank_that_is_stopped_before_its_first_iteration_is_named_and_ended(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import logging
 from megatron.pretrain.initialize import Launch
@@ -16,6 +18,7 @@ log.warning("slow")
 """
 
 
+@pytest.mark.ci
 def test_lines_begin_with_the_subsystem_and_from_warnings_on_name_their_level() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[moe-ckpt] protected"]

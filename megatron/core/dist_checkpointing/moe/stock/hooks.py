@@ -242,7 +242,7 @@ class Hooks:
             with made_whole(args, self._config, window, copy_previous):
                 return load_with(functools.partial(load_original, model, optimizer, scheduler))
 
-        if self._recover_only:  # what is to be recovered may be older than a checkpoint, of which only flags are read
+        if self._recover_only:  # the state to recover may be older than a checkpoint, of which only flags are read
             load = None
         newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
         load_newest = None if load is None else functools.partial(load_with, load)
