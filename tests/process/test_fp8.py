@@ -148,7 +148,7 @@ def test_saves_resume_to_the_bit(model: tuple[str, ...], engine_world: World, co
     check_saves_resume(engine_world, corpus, PAIR, tmp_path, *ENGINE, *model)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_only_the_stage_of_the_lost_rank_runs_iterations_again(
     undisturbed: Callable[[Case], Run], engine_cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -186,7 +186,7 @@ def test_every_bit_comes_back_under_another_layout(
     assert_same_optimizer(folder, tmp_path / "save")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_training_continues_as_from_a_dense_checkpoint_of_the_same_state(
     stored: Stored, memory: list[object], train: Train, tmp_path: Path
 ) -> None:

@@ -156,19 +156,20 @@ def pretrain():
     {0}
 stock.protected(pretrain)()
 """
+STANDBY = ("--moe-ckpt-standbys", "1")
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("standbys", [[], ["--moe-ckpt-standbys", "1"]], ids=["", "standbys"])
 @pytest.mark.parametrize(
-    ("ends", "says"),
+    ("ends", "says", "standbys"),
     [
-        pytest.param('raise UsageError("nothing fits")', "nothing fits", id="a refusal"),
-        pytest.param("raise SystemExit(2)", "ended with exit code 2: not restarted", id="argparse"),
+        pytest.param('raise UsageError("nothing fits")', "nothing fits", (), id="a refusal"),
+        pytest.param("raise SystemExit(2)", "exit code 2: not restarted", STANDBY, id="argparse, standbys"),
+        pytest.param("raise SystemExit(2)", "exit code 2: not restarted", (), id="argparse", marks=pytest.mark.full),
     ],
 )
 def test_what_cannot_work_in_the_script_of_a_user_ends_the_job_in_one_line(
-    ends: str, says: str, standbys: list[str], launch: Launch, tmp_path: Path
+    ends: str, says: str, standbys: tuple[str, ...], launch: Launch, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(OF_A_USER.format(ends))

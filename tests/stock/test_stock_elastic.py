@@ -119,7 +119,7 @@ def test_a_job_that_loses_a_node_for_good_continues_as_one_that_was_started_with
     continues_as_from(ONE, int(restored[1]), found, 6, 6)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_job_that_takes_a_node_back_repeats_no_iteration_and_continues_as_one_of_that_size(
     new_job, continues_as_from, tmp_path: Path
 ) -> None:

@@ -66,13 +66,13 @@ def test_a_job_that_logs_seldom_continues_after_its_recovery(
     assert len(logged) == 1 or interval == "1", outcome.said
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "strategy", "faults"),
     [
         pytest.param(PAIR, WINDOWED, "1@4:forward-backward 0@5:step", id="sparse, PP=2"),
-        pytest.param(FOUR, WINDOWED, "1@4:forward-backward 2@5:step", id="sparse", marks=pytest.mark.full),
-        pytest.param(FOUR, "full", "1@4:forward-backward 2@5:step", id="full", marks=pytest.mark.full),
+        pytest.param(FOUR, WINDOWED, "1@4:forward-backward 2@5:step", id="sparse"),
+        pytest.param(FOUR, "full", "1@4:forward-backward 2@5:step", id="full"),
     ],
 )
 def test_a_job_that_logs_seldom_continues_where_ranks_keep_their_processes(

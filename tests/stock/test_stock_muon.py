@@ -45,7 +45,7 @@ ALONE = Whole(ranks=2, pp=2, ep=1, more=MUON[1:])
 @pytest.mark.parametrize(
     ("shape", "protection"),
     [
-        pytest.param(LAYER_WISE, FULL, id="layer-wise", marks=pytest.mark.ci),
+        pytest.param(LAYER_WISE, FULL, id="layer-wise", marks=pytest.mark.full),
         pytest.param(WHOLE, FULL, id="whole", marks=pytest.mark.ci),
         pytest.param(STAGES, FULL, id="layer-wise-stages", marks=pytest.mark.full),
         pytest.param(LAYER_WISE, PEC, id="layer-wise-pec", marks=pytest.mark.full),

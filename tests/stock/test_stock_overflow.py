@@ -106,7 +106,9 @@ PAGED = Shape(ranks=4, pp=2, ep=2, hooks=(with_few_pages,))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("shape", [pytest.param(BOUNDED, id="tokens"), pytest.param(PAGED, id="pages")])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(BOUNDED, id="tokens", marks=pytest.mark.full), pytest.param(PAGED, id="pages")]
+)
 def test_a_replay_runs_the_same_passes_again_and_ends_as_the_undisturbed_job(
     new_job, undisturbed, shape: Shape
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ci
 NewJob = Callable[..., StockJob]
 
 
+@pytest.mark.full
 def test_a_standby_has_imported_the_tokenizers_before_it_has_a_rank() -> None:
     code = (
         "import sys, megatron.pretrain.core_import\n"

@@ -257,7 +257,7 @@ FEATURES: tuple[Feature, ...] = (
         "`--moe-ckpt-elastic`: nodes that come back",
         Works(
             f"{_STOCK}elastic.py::"
-            "test_a_job_that_takes_a_node_back_repeats_no_iteration_and_continues_as_one_of_that_size"
+            "test_a_job_of_parts_of_states_shrinks_and_grows_as_jobs_that_were_started_with_these_sizes"
         ),
         Untested("an iteration that had begun is trained again"),
         Untested("an iteration that had begun is trained again"),
