@@ -10,7 +10,7 @@ import pytest
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
-from megatron.core.dist_checkpointing.moe.policy.parking import StepPhase
+from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
 
@@ -129,13 +129,14 @@ def test_behind_damaged_copies_memory_that_only_its_strategy_makes_unusable_stay
     assert did == ["poisoned"]
 
 
-@pytest.mark.parametrize("phase", [StepPhase.REPLAYING, StepPhase.REJOINING])
-def test_logs_of_a_replay_take_no_more_memory_than_the_strategy_had_room_for(phase: StepPhase) -> None:
+def test_while_peers_replay_logs_take_no_more_memory_than_the_strategy_had_room_for() -> None:
     own, _ = restart(None)
     asked: list[int] = []
+    waiting, plan = Waiting(), SimpleNamespace(target=7)
+    own.recovery = SimpleNamespace(carry_out=lambda: waiting, plan=plan, timeline=())  # type: ignore[assignment]
     own.survivor = SimpleNamespace(set_lineage=lambda *_: None, resize_logs=asked.append)  # type: ignore[assignment]
     own.strategy = SimpleNamespace(lookback=9, logged=3)  # type: ignore[assignment]
     own.identity = Identity("run", {}, frozenset())
-    own.recovery = SimpleNamespace(timeline=())  # type: ignore[assignment]
-    own._attend(7, phase)
+    del own.carry_out
+    assert own.carry_out() is waiting and own.prepare(7)
     assert asked == [3]
