@@ -269,8 +269,7 @@ class RankMemory:
         """Release it; what is in it stays with the node. began: whether training was protected with it; else memory
         in which nothing is goes back to the node, where it would be in the way of other jobs."""
         for memory in self._memories.values():
-            keeps = began or bool(memory.snapshots().sealed)
-            memory.close(keep_mapped=began) if keeps else memory.remove()
+            memory.close(keep_mapped=began) if began or memory.snapshots() else memory.remove()
         if not began:
             with suppress(OSError):  # others are still there
                 (memory_folder(self._config) / self._place.node).rmdir()

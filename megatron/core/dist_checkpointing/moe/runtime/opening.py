@@ -255,7 +255,7 @@ def open_memories(
         raise_on_all_ranks(transport, open_all, (NoRoom, UsageError))
     except (NoRoom, UsageError):
         for memory in opened.values():
-            memory.close() if memory.snapshots().sealed else memory.remove()
+            memory.close() if memory.snapshots() else memory.remove()
         raise
     if transport.rank == 0:
         for (area, sizes), negative in zip(segment_bytes.items(), most, strict=True):

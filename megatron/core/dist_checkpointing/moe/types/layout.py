@@ -245,6 +245,10 @@ class Listing:
     sealed: tuple[SnapshotId, ...]
     torn: tuple[Torn, ...]
 
+    def __bool__(self) -> bool:
+        """Whether anything lies there, of a format that this version reads or not."""
+        return bool(self.sealed or self.torn)
+
 
 def aligned(offset: int, align_bytes: int) -> int:
     """The first multiple of `align_bytes` that is not below `offset`.
