@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from memory import give_back, keep, take
+from memory import give_back, holds_state, keep, take
 from orphaned import requeue_if_orphaned
 from rendezvous import report
 from torch.distributed import DistError
@@ -35,7 +35,7 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 class _Handler(SpareHandler):
     """Notes that this node has reached the meeting point: one that never did cannot know that it is gone."""
 
-    was_made = False
+    was_made = was_spare = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         code = 128 + stop.sigval
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        give_back(os.environ[NODE_NAME], 1 if code is None else code)
+        # A spare that was not needed does not know whether training has ended.
+        give_back(os.environ[NODE_NAME], 1 if code is None or _Handler.was_spare else code)
         if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
     return 1 if code is None else code
@@ -90,9 +91,11 @@ def _lead(argv: Sequence[str]) -> int | None:
             with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
                 run(options)
             code = verdict()
-            if code == 1:
-                keep()  # ranks have said that their state stays in memory until a user decides
+            # Ranks leave what to do with their state in memory to a user, or what to mend before they read it.
+            if code == 1 or (code == 2 and holds_state(os.environ[NODE_NAME])):
+                keep()
         except SpareNotNeeded:
+            _Handler.was_spare = True
             return 0
         except NodeExcluded as error:
             sys.stderr.write(f"{error}\n")

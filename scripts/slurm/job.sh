@@ -154,6 +154,8 @@ decide() {
     elif [ "$code" = 0 ]; then
         cancel_chain
         end 0 "training has ended"
+    elif [ "$code" = 2 ] && [ -e "$MOE_CKPT_MEMORY/keep" ]; then
+        hold "flags or inputs cannot work, see above; memory stays in $MOE_CKPT_MEMORY"
     elif [ "$code" = 2 ]; then
         cancel_chain
         end 2 "flags or inputs cannot work, see above; not requeued"

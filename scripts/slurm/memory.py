@@ -30,6 +30,11 @@ def keep() -> None:
     Path(os.environ[FOLDER], "keep").touch()
 
 
+def holds_state(node: str) -> bool:
+    """Whether ranks of this node have sealed something there, whatever version of the engine can read it."""
+    return any(Path(os.environ[FOLDER], node).glob("*/*/segment-*.*.json"))
+
+
 def give_back(node: str, code: int) -> None:
     """Remove what is `node`'s, and the folder with it; kept memory only after a training that has ended (`code` 0)."""
     if code and _kept():

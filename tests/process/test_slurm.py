@@ -67,11 +67,12 @@ def agent():
     elif what == "misused":
         outcome.write_text("2")
         sys.exit(2)
-    elif what == "undecided":
+    elif what in ("undecided", "refused"):
         (mine / "left").touch()
-        outcome.write_text("1")
+        code = 1 if what == "undecided" else 2
+        outcome.write_text(str(code))
         memory.keep()
-        sys.exit(1)
+        sys.exit(code)
     elif what == "failed":
         sys.exit(1)
     elif what == "waiting":
@@ -185,8 +186,9 @@ def test_a_job_that_cannot_work_ends_with_code_2_and_is_not_requeued(play: Play)
 
 
 @pytest.mark.ci
-def test_a_job_whose_ranks_leave_the_decision_to_a_user_keeps_its_memory_and_is_held(play: Play) -> None:
-    _, said = play.run(*submit(), runs=(("undecided", "trained"),), MOE_CKPT_MIN_RUN_S="0")
+@pytest.mark.parametrize("why", ["undecided", "refused"])
+def test_a_job_whose_ranks_leave_the_decision_to_a_user_keeps_its_memory_and_is_held(play: Play, why: str) -> None:
+    _, said = play.run(*submit(), runs=((why, "trained"),), MOE_CKPT_MIN_RUN_S="0")
     assert said.count("starts on") == 1
     assert "run scontrol update JobId=1 ReqNodeList=node-0,node-1,node-2, and scontrol release 1" in said
     assert "left in memory: moe-ckpt-job-1" in said
@@ -415,7 +417,7 @@ def lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Path) -> Callab
 
     def led(verdict: int, endpoint: str) -> int:
         def run(_options: object) -> None:
-            (tmp_path / "memory" / "node-0").mkdir()
+            (tmp_path / "memory" / "node-0").mkdir(exist_ok=True)
             Path(os.environ["MOE_CKPT_LAUNCH_VERDICT"]).write_text(str(verdict))
 
         monkeypatch.setattr(agent, "run", run)
@@ -437,6 +439,36 @@ def test_an_agent_keeps_the_memory_of_ranks_that_leave_the_decision_to_a_user(
     assert store.get(keeper.OUTCOME) == b"1"
     assert (tmp_path / "memory" / "node-0").is_dir()
     assert (tmp_path / "memory" / "keep").exists()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_agent_keeps_memory_with_snapshots_where_ranks_refuse_to_start(
+    sealed: bool, lead: Callable[[int, str], int], tmp_path: Path
+) -> None:
+    """A spare may lack what the others have: what they keep is not given up for that."""
+    if sealed:
+        slot = tmp_path / "memory" / "node-0" / "slurm-7" / "slot-000"
+        slot.mkdir(parents=True)
+        (slot / "segment-000.iter_0000004-rank_00000-snapshot.json").touch()
+    assert lead(2, f"localhost:{free_port()}") == 2
+    assert (tmp_path / "memory" / "keep").exists() is (tmp_path / "memory" / "node-0").is_dir() is sealed
+
+
+def test_a_spare_that_was_not_needed_leaves_kept_memory_to_the_next_run(
+    lead: Callable[[int, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"MOE_CKPT_KEEP_MEMORY": "1"})
+    agent = importlib.import_module("agent")
+    (tmp_path / "memory" / "node-0").mkdir(parents=True)
+    lead(0, f"localhost:{free_port()}")  # makes `run`
+    (tmp_path / "memory" / "node-0").mkdir(parents=True, exist_ok=True)
+
+    def run(_options: object) -> None:
+        raise agent.SpareNotNeeded
+
+    monkeypatch.setattr(agent, "run", run)
+    assert agent.main(["--nnodes=2", "--rdzv-endpoint=localhost:1", __file__]) == 0
+    assert (tmp_path / "memory" / "node-0").is_dir()
 
 
 @pytest.mark.parametrize("verdict", [0, 1, 2])

@@ -300,18 +300,19 @@ def test_what_is_drawn_leads_to_all_kinds_of_recoveries() -> None:
     assert any(plan.roll_forward for plan in plans if plan)
 
 
-def test_a_rank_that_cannot_list_its_stores_ends_the_recovery_of_all() -> None:
+@pytest.mark.parametrize("what", ["_all_rows", "_older"])
+def test_a_rank_that_cannot_list_its_stores_ends_the_recovery_of_all(what: str) -> None:
     world, together = World("full", 1), Together(World("full", 1).topology.world_size)
 
-    class Broken(DrawnInventory):
-        def _all_rows(self) -> list[InventoryRow]:
-            if self._transport.rank == 1:
-                raise StoreFailure("the disk is gone")
-            return super()._all_rows()
+    def fails() -> None:
+        raise StoreFailure("the disk is gone")
 
     def gather(rank: int) -> None:
+        own = DrawnInventory(world, ThreadTransport(rank, together))
+        if rank == 1:
+            setattr(own, what, fails)
         with pytest.raises(StoreFailure, match=r"^rank 1: the disk is gone$"):
-            Broken(world, ThreadTransport(rank, together)).gather(world.job)
+            own.gather(world.job)
 
     with ThreadPoolExecutor(together.size) as threads:
         list(threads.map(gather, range(together.size)))

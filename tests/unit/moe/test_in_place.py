@@ -21,10 +21,10 @@ from effort import cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.moe.core_versions.training import as_in_new_process
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, ReplayDiverged
 from megatron.core.dist_checkpointing.moe.in_place import building, process_groups, process_restart
 from megatron.core.dist_checkpointing.moe.in_place.building import Build, CannotBuildAlone
+from megatron.core.dist_checkpointing.moe.in_place.passes import as_in_new_process
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import ProcessGroups, StillConnected
 from megatron.core.dist_checkpointing.moe.in_place.process_restart import InProcessRestart
 from megatron.core.dist_checkpointing.moe.megatron_state.quantization import forget_reductions
@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.runtime.peer_links import named_groups
 from megatron.core.dist_checkpointing.moe.standby.heartbeat import Activity, Heartbeat, read_beat
 from megatron.core.dist_checkpointing.moe.standby.slot import WorkerSlot
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
+from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore
 from megatron.core.transformer.moe.paged_stash import PagedStashManager
 from megatron.core.transformer.moe.shared_experts import SharedExpertState
 from megatron.pretrain.testing import cpu_device
@@ -304,13 +305,22 @@ def test_modules_forget_what_passes_that_were_interrupted_left_for_later() -> No
     head.embedding_activation_buffer, head.grad_output_buffer = ["of it"], ["of it"]  # type: ignore[assignment]
     attention.current_max_attn_logits = torch.ones(2)
     vars(shared).update(_overlap_state=SharedExpertState.FC1_FORWARD_DONE, cached_output="of it")
-    chunk = torch.nn.Sequential(delayed, head, attention, shared, other)
+    fused, flexible, routed = (torch.nn.Module() for _ in range(3))
+    fused._fused_ops = fused._fused_grouped_swiglu_ops = ("with a queue of their own",)  # type: ignore[assignment]
+    manager = SimpleNamespace(handle="of it", num_permuted_tokens=3, over_budget=torch.ones(1, dtype=torch.bool))
+    flexible.token_dispatcher = SimpleNamespace(_comm_manager=manager)  # type: ignore[assignment]
+    routed.cudagraph_tensor_store = MoECudaGraphTensorStore()  # type: ignore[assignment]
+    routed.cudagraph_tensor_store.set(probs=torch.ones(1))
+    chunk = torch.nn.Sequential(delayed, head, attention, shared, other, fused, flexible, routed)
     chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []  # type: ignore[assignment]
     as_in_new_process([chunk], SimpleNamespace())
     assert delayed.wgrad_store.context.empty() and other.wgrad_store.context is None
     assert head.embedding_activation_buffer == [] == head.grad_output_buffer
     assert attention.current_max_attn_logits is None
     assert (vars(shared)["_overlap_state"], vars(shared)["cached_output"]) == (SharedExpertState.IDLE, None)
+    assert fused._fused_ops is None is fused._fused_grouped_swiglu_ops and not hasattr(fused, "_fused_impl")
+    assert (manager.handle, manager.num_permuted_tokens, bool(manager.over_budget)) == (None, None, False)
+    assert not hasattr(manager, "_original_num_tokens") and routed.cudagraph_tensor_store.is_empty()
 
 
 def test_what_is_offloaded_is_learned_again_by_ranks_that_stay_and_new_ones_together(

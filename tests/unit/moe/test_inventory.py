@@ -180,19 +180,30 @@ def test_memory_of_another_strategy_is_told_to_all_where_nothing_else_speaks_aga
     assert why == ("it was made with --moe-ckpt-strategy full, this job has " if expected > 0 else "")
 
 
-def test_memory_of_a_later_version_is_told_to_all_and_not_freed(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tier", "kind"), [(Tier.OWN_MEMORY, "snapshot"), (Tier.PARKED, PARKED)])
+@pytest.mark.parametrize(
+    ("by", "says"),
+    [("a later version", "written in format"), ("a process with a secret", "it is sealed with the secret of its job")],
+)
+def test_memory_that_another_version_or_secret_reads_is_told_to_all_and_not_freed(
+    by: str, says: str, tier: Tier, kind: str, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore(tmp_path, "job", 0, (4096,) * 2)
-    node.seal(cast("Any", store), 4, 0)
-    with monkeypatch.context() as later:
-        later.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
-        node.seal(cast("Any", store), 6, 0)
-    rows = listing(store, Tier.OWN_MEMORY, TOPOLOGY, job="job")
+    node.seal(cast("Any", store), 4, 0, kind=kind)
+    with monkeypatch.context() as other:
+        if by == "a later version":
+            other.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
+        else:
+            manifest.use_secret(b"secret" * 8)
+        node.seal(cast("Any", store), 6, 0, kind=kind)
+    manifest.use_secret(None)
+    rows = listing(store, tier, TOPOLOGY, job="job")
     iteration, why = overview(rows).foreign
-    assert iteration == 6 and "written in format" in why
-    identity = Identity("job", {}, frozenset())
-    LocalInventory(store, None, cast("Any", SimpleNamespace(rank=0)), identity).collect_garbage((), ())
+    assert iteration == 6 and says in why
+    own = LocalInventory(
+        store, None, cast("Any", SimpleNamespace(rank=0)), Identity("job", {}, frozenset()), standby=store
+    )
+    own.collect_garbage((), ()) if kind == "snapshot" else own.collect_standby_garbage()
     assert [one.snapshot.iteration for one in store.snapshots().torn] == [6]
     assert not store.snapshots().sealed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -115,7 +115,10 @@ def test_a_rank_that_stops_before_it_links_is_named_by_those_that_it_should_have
     assert errors[2].ranks == (3,), errors[2]
 
 
-def test_in_a_gather_a_silent_rank_is_told_from_one_whose_connection_ended() -> None:
+@pytest.mark.parametrize(
+    "call", [lambda transport: transport.gather(None), lambda transport: transport.exchange({1: b""})]
+)
+def test_a_silent_rank_is_told_from_one_whose_connection_ended(call: Callable[[TcpTransport], object]) -> None:
     store, errors = HashStore(), dict[int, BaseException]()
 
     def gather(rank: int) -> None:
@@ -125,7 +128,7 @@ def test_in_a_gather_a_silent_rank_is_told_from_one_whose_connection_ended() -> 
             transport.close()
             return
         try:
-            transport.gather(None)
+            call(transport)
         except PeerLost as error:
             errors[rank] = error
         stopped.set()

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_optimizers
+from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.core.dist_checkpointing.moe.stock.flags import refusals
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -119,6 +120,16 @@ def test_a_bias_that_routers_draw_once_and_keep_is_refused_in_a_loop_of_ones_own
     (chunk,) = chunks = built(judged(MODEL.split(), 1))
     unwrap_model(chunk).config.moe_router_force_biased = -0.1
     with pytest.raises(UsageError, match="cannot be protected with moe_router_force_biased below 0: use"):
+        state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))
+
+
+def test_scales_of_operations_that_transformer_engine_fuses_are_refused_and_so_are_frozen_ones() -> None:
+    (chunk,) = chunks = built(judged(MODEL.split(), 1))
+    config = unwrap_model(chunk).config
+    config.use_transformer_engine_op_fuser = True
+    assert "operations that Transformer Engine fuses" in unfreezable_settings(config)
+    config.fp8, config.fp8_recipe = "hybrid", "delayed"
+    with pytest.raises(UsageError, match="with operations that Transformer Engine fuses with delayed scaling: use"):
         state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))
 
 

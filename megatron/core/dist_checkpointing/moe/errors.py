@@ -67,6 +67,10 @@ class WrongSecret(UnreadableCheckpoint):
     """A checkpoint that may be sound for a process with another secret, or without one."""
 
 
+class OtherSecret(WrongSecret):
+    """One that a process with a secret made where this one has none, or the other way around: not to be replaced."""
+
+
 class RecoveryImpossible(MoECheckpointError):
     """No set of intact copies leads to a state that all ranks can stand on.
 

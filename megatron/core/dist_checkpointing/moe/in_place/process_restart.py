@@ -36,7 +36,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config, get_te_version, is_te_min_version
 
-from ..core_versions.training import as_in_new_process
 from ..device import device_thread
 from ..errors import NewProcessesNeeded, NoExactState, PeerLost, ReplayDiverged, Terminated
 from ..megatron_state.quantization import forget_reductions
@@ -47,6 +46,7 @@ from ..runtime.watcher import watched_start
 from ..standby.heartbeat import own_heartbeat
 from ..standby.slot import WorkerSlot, own_slot
 from .building import VAIN_STARTS, built_beside_survivors, own_build
+from .passes import as_in_new_process
 from .process_groups import ProcessGroups, release
 
 log = logging.getLogger(__name__)

@@ -177,7 +177,7 @@ class Parker:
 
     def _own(self) -> list[SnapshotId]:
         listing = self._ports.store.snapshots()
-        found = [*listing.sealed, *(torn.snapshot for torn in listing.torn)]
+        found = [*listing.sealed, *(torn.snapshot for torn in listing.torn if not torn.is_newer)]
         mine = (snapshot for snapshot in found if snapshot.rank == self._ports.rank)
         return [snapshot for snapshot in mine if snapshot.kind in (PARKED, GRADIENTS)]
 

@@ -345,6 +345,10 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
     found = {
         "quantizers of its own": "custom" in (config.fp8 and config.fp8_recipe, config.fp4 and config.fp4_recipe),
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
+        # Their scales are in no module of the model.
+        "operations that Transformer Engine fuses with delayed scaling": (
+            getattr(config, "use_transformer_engine_op_fuser", False) and config.fp8 and config.fp8_recipe == "delayed"
+        ),
         "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
         # It rounds weights apart from their masters, of which a restore makes the cast.
         "qk_clip of weights that have masters": getattr(config, "qk_clip", False) and (config.bf16 or config.fp16),

@@ -123,7 +123,8 @@ def overview(
 
 
 def _is_foreign_state(row: InventoryRow) -> bool:
-    return row.is_foreign and row.tier is Tier.OWN_MEMORY and row.snapshot.kind not in STANDBY
+    is_state = row.snapshot.kind == PARKED or row.snapshot.kind not in STANDBY
+    return row.is_foreign and row.tier in (Tier.OWN_MEMORY, Tier.PARKED) and is_state
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,12 @@ class LocalInventory:
                 one: continuing as if it were would give up what lies in it.
         """
         rank, topology = self._transport.rank, job.topology
-        rows, problem = list[InventoryRow](), None
+        rows, older, problem = list[InventoryRow](), list[Lineage](), None
         try:
-            rows = self._all_rows()
+            rows, older = self._all_rows(), [*self._older()]
         except StoreFailure as error:
             problem = rank, str(error)
-        seen = msgspec.structs.replace(overview(rows, notes, self._older()), problem=problem)
+        seen = msgspec.structs.replace(overview(rows, notes, older), problem=problem)
         judge = Judge(merged(self._transport, seen, Overview, or_), self._identity.job, job.config.takes_over)
         if (failed := judge.overview.problem) is not None:
             raise StoreFailure(f"rank {failed[0]}: {failed[1]}")
@@ -204,7 +204,7 @@ class LocalInventory:
             store.sweep()
         with self._logged(failed):
             listed = store.snapshots()
-            for torn in listed.torn:
+            for torn in filterfalse(attrgetter("is_newer"), listed.torn):
                 store.free(torn.snapshot)
             for snapshot in listed.sealed:
                 is_wanted = snapshot in kept or (snapshot.kind == LOG and snapshot.iteration in logged)

@@ -166,6 +166,8 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         # These compute or move by a schedule of their own what a frozen operator no longer has.
         "layers whose activations Transformer Engine offloads": config.cpu_offloading,
         "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
+        # They are made once, and take all weights of a layer's experts for frozen or none.
+        "operations that Transformer Engine fuses": getattr(config, "use_transformer_engine_op_fuser", False),
         # Gradients are rounded by random numbers, of which a frozen operator draws none.
         "products in four bits": config.fp4,
     }

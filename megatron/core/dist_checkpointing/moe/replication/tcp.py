@@ -188,7 +188,7 @@ class TcpTransport:
                     transfer.wait()
                 parcels, step = [*kept, *came], 2 * step
         except PeerLost as error:
-            raise PeerLost(f"rank {self.rank} could not {what}: {error}") from None
+            raise type(error)(f"rank {self.rank} could not {what}: {error}") from None
         except ValueError as error:
             raise self.broken(what, f"ranks call for different things: {error}") from None
         return sorted((source, value) for _, source, value in parcels)

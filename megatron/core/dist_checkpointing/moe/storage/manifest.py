@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from ..errors import MoECheckpointError, NewerFormat, UnreadableCheckpoint, UsageError, WrongSecret
+from ..errors import MoECheckpointError, NewerFormat, OtherSecret, UnreadableCheckpoint, UsageError, WrongSecret
 from ..types import OperatorId, OperatorKind, Part
 from ..types.layout import Facts, Field, Json, Layout, Manifest, Record, SnapshotId
 from .small_files import DIGITS, SECRET_FILE, keyed_digest, signed
@@ -142,15 +142,15 @@ def unsealed(key: str, content: bytes, name: str, unsigned: str) -> bytes | None
         unsigned: what to do about a file without a secret in a job that has one.
 
     Raises:
-        WrongSecret: it is sealed without a secret in a process that has one, or the other way around.
+        OtherSecret: it is sealed without a secret in a process that has one, or the other way around.
     """
     has_key = content.startswith(KEYED)
     if has_key and _Job.secret is None:
-        raise WrongSecret(
+        raise OtherSecret(
             f"{name}: it is sealed with the secret of its job: give that with --moe-ckpt-secret-file, or {SECRET_FILE}"
         )
     if not has_key and _Job.secret is not None:
-        raise WrongSecret(f"{name}: it is not sealed with this job's secret, so anybody may have made it: {unsigned}")
+        raise OtherSecret(f"{name}: it is not sealed with this job's secret, so anybody may have made it: {unsigned}")
     body = content[len(sealed(key, b"")) - len(b"}\n") : -len(b"}\n")]
     return body if compare_digest(sealed(key, body), content) else None
 

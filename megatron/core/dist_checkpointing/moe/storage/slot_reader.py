@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import NewerFormat, UnreadableCheckpoint, UsageError, reason
+from ..errors import NewerFormat, OtherSecret, UnreadableCheckpoint, UsageError, reason
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
 from .base import SnapshotReader
 from .manifest import MOST_BYTES, decode
@@ -113,7 +113,7 @@ class SlotReader:
             try:
                 found = self._is_sealed(entry)
             except UnreadableCheckpoint as error:
-                is_newer = isinstance(error, NewerFormat)
+                is_newer = isinstance(error, (NewerFormat, OtherSecret))
                 torn.append(Torn(entry.snapshot, str(self.directory / entry.name), str(error), is_newer=is_newer))
             else:
                 sealed += [entry.snapshot] if found else []

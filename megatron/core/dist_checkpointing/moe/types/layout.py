@@ -227,7 +227,7 @@ class Torn:
     """A snapshot that began to be stored but cannot be used, at `path`, and why; nobody ever reads from it.
 
     unsealed: it never was sealed, or is being written, where the path does not say so; else it may be damaged.
-    is_newer: a later version sealed it, in memory.
+    is_newer: a later version sealed it, in memory, or a process that had a secret and this one has none.
     """
 
     snapshot: SnapshotId
