@@ -13,7 +13,7 @@ import fsspec
 import msgspec
 import pytest
 
-from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UsageError
 from megatron.core.dist_checkpointing.moe.storage import lease as leases
 from megatron.core.dist_checkpointing.moe.storage.lease import (
     STALE_S,
@@ -286,6 +286,23 @@ def test_content_that_is_no_lease_is_watched_and_then_replaced(tmp_path: Path, c
     lease.acquire()
     assert sum(waited) >= STALE_S
     lease.release()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, StoreFailure), (errno.EACCES, UsageError)])
+def test_a_lease_that_cannot_be_read_now_is_no_mistake_of_a_user(number: int, kind: type[Exception]) -> None:
+    """Else a job whose storage is away for a moment ends with all of its memory."""
+
+    class Away(FolderPlace):
+        def read(self) -> bytes | None:
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(kind, match=f"{LEASE}, which says who writes there, cannot be read: "):
+        Lease("/save", Holder.here("a"), wait=never, place=Away(Path("/save"))).acquire()
+
+
+def test_a_url_that_fsspec_does_not_know_is_a_mistake_of_a_user() -> None:
+    with pytest.raises(UsageError, match=r"foo://bucket cannot be used: .*; install the fsspec package for it"):
+        Lease("foo://bucket", Holder.here("a"), wait=never)
 
 
 def test_a_fifo_in_its_place_is_named_and_not_waited_for(tmp_path: Path) -> None:

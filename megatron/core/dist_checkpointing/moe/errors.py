@@ -8,6 +8,8 @@ from typing import Any
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
+MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+"""Of a file system on a network: another start may find it reachable again."""
 NAMED_RANKS = 8
 """Of so many ranks a message tells the numbers; of the others how many they are."""
 

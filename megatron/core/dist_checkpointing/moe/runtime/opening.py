@@ -17,7 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import ANY_JOB, MoECheckpointConfig
-from ..errors import UsageError
+from ..errors import MoECheckpointError, UsageError
 from ..megatron_state.megatron import read_topology
 from ..ports import Json, Manifest, NoRoom, Transport
 from ..replication.agreement import gathered_by_store, merged, raise_on_all_ranks
@@ -307,7 +307,7 @@ class Leases:
         try:
             for lease in self._leases:
                 lease.acquire()
-        except UsageError:
+        except MoECheckpointError:
             self.release()
             raise
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..boot_clock import SystemClock
 from ..config import MoECheckpointConfig
-from ..errors import format_error
+from ..errors import StoreFailure, UsageError, format_error
 from ..extensions import Additions, Extension, asked_for, wait_for_agent
 from ..local_recovery.survivor import Survivor
 from ..megatron_state.module_tree import drops_tokens, model_operators, number_layers
@@ -124,9 +124,9 @@ class ProtectedSession(Session):
             self.held.callback(one.close)
         self.held.callback(self.links.forget)
         # Over the transport with the longest patience: rank 0 may have to watch a lease for a while.
-        leases = self.leases = Leases(config, self.training.save, place, run)
+        leases = self.leases = self._reaching(lambda: Leases(config, self.training.save, place, run))
         self.held.callback(lambda: leases.leave() if self._began else leases.release())
-        raise_on_all_ranks(self.patient, leases.acquire)
+        self._reaching(leases.acquire)
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         of_job = of_first(self.control, JobPlaces.of(places), JobPlaces)
@@ -174,7 +174,7 @@ class ProtectedSession(Session):
     def _open_memory(self) -> None:
         config, state = self.config, self.state
         layout = parallel_layout(self.topology, config.shard, state.buckets(self.control))
-        self._persistent = self._together(lambda: open_persistent(config, self._rank, layout, state.layout))
+        self._persistent = self._reaching(lambda: open_persistent(config, self._rank, layout, state.layout))
         # Behind the longer patience: an agent may take longer than ranks wait for each other in training.
         raise_on_all_ranks(self.patient, lambda: wait_for_agent(slot_of(config, self.place), config.persist_agent_s))
         places = config, self.place, self.job, self.strategy, state, self.training
@@ -250,6 +250,10 @@ class ProtectedSession(Session):
             gate_unit = GATE_UNIT if self.strategy.counts_gates else None
             self._counter = TokenCounter(self.training.chunks, gate_unit=gate_unit)
             self.held.callback(self._counter.close)
+
+    def _reaching[T](self, work: Callable[[], T]) -> T:
+        """Together, with the longest patience: what storage cannot be reached for now another start may find."""
+        return raise_on_all_ranks(self.patient, work, (StoreFailure, UsageError))
 
     def _together[T](self, work: Callable[[], T]) -> T:
         return raise_on_all_ranks(self.control, work)

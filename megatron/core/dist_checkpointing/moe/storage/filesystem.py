@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import MAY_PASS, StoreFailure, UnreadableCheckpoint, UsageError
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .base import DurableWriter, SnapshotReader, sealed_manifest
 from .manifest import MOST_BYTES
@@ -45,7 +45,7 @@ class FilesystemStore:
     Sealed means: data, manifest and names are on the device. A reader reads from open files, so freeing a snapshot
     does not disturb it. What other ranks are writing just now cannot be told from what they left torn, and is listed
     as torn; `sweep` removes only what this rank left. The folder is created if it is missing.
-    Raises UsageError when it cannot be used.
+    Raises UsageError when it cannot be used, StoreFailure when it cannot be reached now.
     """
 
     def __init__(self, directory: Path, rank: int, *, system: OperatingSystem | None = None) -> None:
@@ -57,7 +57,8 @@ class FilesystemStore:
         try:
             make_folders(directory)
         except OSError as error:
-            raise UsageError(f"{directory} cannot hold snapshots: {error.strerror}; choose another folder") from error
+            kind = StoreFailure if error.errno in MAY_PASS else UsageError
+            raise kind(f"{directory} cannot hold snapshots: {error.strerror}; choose another folder") from error
 
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> FilesystemWriter:
         """As `ports.Store.reserve`; the disk's space is taken here, so that `put` does not run out of it."""

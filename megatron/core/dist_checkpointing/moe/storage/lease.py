@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ..boot_clock import ProcessKey, is_there, machine, started
-from ..errors import MoECheckpointError, StoreFailure, UsageError, format_error
+from ..errors import MAY_PASS, MoECheckpointError, StoreFailure, UsageError, format_error
 from .lease_files import LEASE, FolderPlace, LeasePlace
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,8 @@ class Lease:
         """Take the lease and begin to renew it; waits for `STALE_S` at most where only watching tells.
 
         A place in which nothing can be written has none: that is a warning. Raises UsageError where another job, or
-        another start of this one, has it, or others are faster at each try for `STALE_S`.
+        another start of this one, has it, or others are faster at each try for `STALE_S`; StoreFailure where it cannot
+        be read now.
         """
         seen, quiet_s, missed = None, 0.0, 0
         while True:
@@ -319,8 +320,7 @@ class Lease:
         except NotADirectoryError:
             raise  # nobody can write there
         except OSError as error:
-            raise UsageError(
+            kind = StoreFailure if error.errno in MAY_PASS else UsageError
+            raise kind(
                 f"{self._where}/{LEASE}, which says who writes there, cannot be read: {error.strerror or error}"
             ) from error
-        except StoreFailure as error:
-            raise UsageError(f"who writes to {self._where} cannot be read: {error}") from error

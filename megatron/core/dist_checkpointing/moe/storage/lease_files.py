@@ -8,9 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import fsspec  # type: ignore[import-untyped]
-
-from .objects import remote
+from .objects import located, remote
 from .small_files import read_small
 
 LEASE = ".moe-ckpt-lease.json"
@@ -136,8 +134,7 @@ class ObjectPlace:
     settle_s = 1.0
 
     def __init__(self, url: str) -> None:
-        with remote(url):
-            self._files, root = fsspec.core.url_to_fs(url)
+        self._files, root = located(url)
         self._path = f"{root.rstrip('/')}/{LEASE}"
         self._mine: tuple[bytes | None, ...] = ()
 

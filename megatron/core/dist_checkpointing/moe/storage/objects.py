@@ -50,6 +50,16 @@ def acting(what: str) -> Iterator[None]:
         yield
 
 
+def located(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path there. Raises UsageError for one that fsspec does not know."""
+    with remote(url):
+        try:
+            files, path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"{url} cannot be used: {error}; install the fsspec package for it") from error
+    return files, path
+
+
 class ObjectStore:
     """Durable snapshots below `url`, such as "s3://bucket/run"; `rank` is the one that writes here.
 
@@ -59,11 +69,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, rank: int) -> None:
-        with remote(url):
-            try:
-                self.files, self.root = fsspec.core.url_to_fs(url)
-            except (ValueError, ImportError) as error:
-                raise UsageError(f"{url} cannot hold snapshots: {error}; install the fsspec package for it") from error
+        self.files, self.root = located(url)
         self.rank = rank
         self._mutex = threading.Lock()  # `reserve` must look and claim in one act
         self._writing: dict[str, SnapshotId] = {}
