@@ -17,16 +17,16 @@ from .test_docs import tool
 
 ROOT = Path(__file__).parents[2]
 LEAST = {
-    "training": {"full": 47, "in place": 46, "sparse": 46, "local recovery": 32},
-    "performance": {"full": 180, "in place": 178, "sparse": 154, "local recovery": 60},
+    "training": {"full": 47, "in place": 46, "sparse": 45, "local recovery": 32},
+    "performance": {"full": 180, "in place": 178, "sparse": 113, "local recovery": 60},
     "performance, `moe_router_force_load_balancing` false": {
         "full": 306,
         "in place": 303,
-        "sparse": 260,
+        "sparse": 209,
         "local recovery": 98,
     },
 }
-"""Raise a number when more is protected."""
+"""Raise a number when more is protected. Operations that Transformer Engine fuses fail in a replay of frozen experts."""
 
 
 def test_no_fewer_recipes_are_protected_than_before() -> None:
