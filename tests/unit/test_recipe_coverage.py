@@ -26,7 +26,7 @@ LEAST = {
         "local recovery": 98,
     },
 }
-"""Raise a number when more is protected. Operations that Transformer Engine fuses fail in a replay of frozen experts."""
+"""Raise a number when more is protected. Where Transformer Engine fuses operations, `sparse` cannot freeze experts."""
 
 
 def test_no_fewer_recipes_are_protected_than_before() -> None:
