@@ -35,7 +35,7 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 class _Handler(SpareHandler):
     """Notes that this node has reached the meeting point: one that never did cannot know that it is gone."""
 
-    was_made = was_spare = False
+    was_made = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -45,17 +45,19 @@ class _Handler(SpareHandler):
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
     refuse_unsupported_versions()
-    code, begun_s = None, time.monotonic()
+    code, is_spare, begun_s = None, False, time.monotonic()
     signal.signal(signal.SIGTERM, _told_to_end)
     try:
         take()
         code = _lead(argv)
     except SignalException as stop:
         code = 128 + stop.sigval
+    except SpareNotNeeded:
+        code, is_spare = 0, True
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # A spare that was not needed does not know whether training has ended.
-        give_back(os.environ[NODE_NAME], 1 if code is None or _Handler.was_spare else code)
+        give_back(os.environ[NODE_NAME], 1 if code is None or is_spare else code)
         if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
     return 1 if code is None else code
@@ -94,9 +96,6 @@ def _lead(argv: Sequence[str]) -> int | None:
             # Ranks leave what to do with their state in memory to a user, or what to mend before they read it.
             if code == 1 or (code == 2 and holds_state(os.environ[NODE_NAME])):
                 keep()
-        except SpareNotNeeded:
-            _Handler.was_spare = True
-            return 0
         except NodeExcluded as error:
             sys.stderr.write(f"{error}\n")
             return NODE_LEAVES  # the others continue

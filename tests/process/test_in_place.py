@@ -61,6 +61,7 @@ def check_state(train: Train, layout: Layout, tmp_path: Path, iterations: int = 
 @pytest.mark.parametrize(
     ("layout", "faults", "filled"),
     [
+        pytest.param(FLAT, "0@4:forward-backward", [[0, 0], [1, 0]], id="PP=2", marks=pytest.mark.full),
         pytest.param(
             FLAT, "0@4:forward-backward 1@5:step", [[0, 0], [1, 0], [1, 1]], id="PP=2, twice", marks=pytest.mark.ci
         ),

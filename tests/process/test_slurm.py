@@ -454,14 +454,13 @@ def test_an_agent_keeps_memory_with_snapshots_where_ranks_refuse_to_start(
     assert (tmp_path / "memory" / "keep").exists() is (tmp_path / "memory" / "node-0").is_dir() is sealed
 
 
+@pytest.mark.usefixtures("lead")
 def test_a_spare_that_was_not_needed_leaves_kept_memory_to_the_next_run(
-    lead: Callable[[int, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", os.environ | {"MOE_CKPT_KEEP_MEMORY": "1"})
     agent = importlib.import_module("agent")
     (tmp_path / "memory" / "node-0").mkdir(parents=True)
-    lead(0, f"localhost:{free_port()}")  # makes `run`
-    (tmp_path / "memory" / "node-0").mkdir(parents=True, exist_ok=True)
 
     def run(_options: object) -> None:
         raise agent.SpareNotNeeded

@@ -156,16 +156,18 @@ def pretrain():
     {0}
 stock.protected(pretrain)()
 """
-STANDBY = ("--moe-ckpt-standbys", "1")
+REFUSES = 'raise UsageError("nothing fits")'
+STANDBY, ENDED = ("--moe-ckpt-standbys", "1"), "ended with exit code 2: not restarted"
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("ends", "says", "standbys"),
     [
-        pytest.param('raise UsageError("nothing fits")', "nothing fits", (), id="a refusal"),
-        pytest.param("raise SystemExit(2)", "exit code 2: not restarted", STANDBY, id="argparse, standbys"),
-        pytest.param("raise SystemExit(2)", "exit code 2: not restarted", (), id="argparse", marks=pytest.mark.full),
+        pytest.param(REFUSES, "nothing fits", (), id="a refusal"),
+        pytest.param(REFUSES, "nothing fits", STANDBY, id="a refusal, standbys", marks=pytest.mark.full),
+        pytest.param("raise SystemExit(2)", ENDED, STANDBY, id="argparse, standbys"),
+        pytest.param("raise SystemExit(2)", ENDED, (), id="argparse", marks=pytest.mark.full),
     ],
 )
 def test_what_cannot_work_in_the_script_of_a_user_ends_the_job_in_one_line(

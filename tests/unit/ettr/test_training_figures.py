@@ -16,6 +16,7 @@ from reproduce import (
     figure,
     moc_fig10,
     moc_fig12,
+    moc_fig13,
     moc_fig14,
     moc_table4,
     moetion_fig8,
@@ -152,7 +153,13 @@ def test_fine_tuning_lowers_the_loss_less_with_frozen_experts_and_as_much_under_
     assert changes["FT-w.o.E against FT-Full"] > abs(changes["FT-PEC against FT-Full"])
 
 
-@pytest.mark.parametrize("module", [moetion_fig9, moetion_fig10, fig4, moc_fig10, moc_fig12, moc_table4])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(moetion_fig9, moetion_fig10, fig4, moc_fig10, moc_fig12, moc_table4),
+        pytest.param(moc_fig13, marks=pytest.mark.ci),  # of many jobs of many ranks
+    ],
+)
 def test_a_figure_of_runs_has_data_tables_and_a_picture(module: Any, tmp_path: Path) -> None:
     found = module.figure()
     json.dumps(found.data)
