@@ -103,9 +103,14 @@ def test_an_area_that_cannot_be_a_folder_is_refused(place: Path, area: str) -> N
 
 def test_what_an_area_kept_is_given_back_where_the_next_attempt_does_not_use_it(place: Path) -> None:
     config, process = MoECheckpointConfig(memory_dir=str(place)), ProcessInfo(RANK, "node-0", JOB)
-    with open_memory(config, process, SEGMENTS[:1], "standby").reserve(ONE, LAYOUT):
+    store = open_memory(config, process, SEGMENTS[:1], "standby")
+    with store.reserve(ONE, LAYOUT):
         pass
     kept = slot_directories(place / "node-0", JOB, "standby")[RANK]
-    drop_memory(config, process, "standby")
+    with pytest.raises(UsageError, match="is in use by this process"):
+        drop_memory(config, process, "standby")
+    assert sorted(kept.glob("segment-*.bin"))
+    store.close()
+    assert drop_memory(config, process, "standby")
     assert not kept.exists()
-    drop_memory(config, process, "standby")  # there is nothing left to give back
+    assert not drop_memory(config, process, "standby"), "there is nothing left to give back"

@@ -125,3 +125,22 @@ def test_where_a_lost_share_is_in_no_memory_one_line_says_so_and_memory_stays(cl
     (line,) = [line for line in outcome.lines if line.startswith("memory of an older layout has")]
     assert "memory of rank 0 has shares of iteration" in line
     assert sorted(cluster.memory.glob("*/*/slot-*/*.json")) == left
+
+
+def test_memory_that_this_start_does_not_read_outlives_an_older_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    source, other, fewer = (Layout(tp=1, pp=pp, ep=1, ranks=ranks) for pp, ranks in ((1, 2), (2, 2), (1, 1)))
+    same = [*FULL, *padded(other), "--train-iters", 6, "--moe-ckpt-replicas", 0, "--hidden-dropout", 0.1]
+    saved = ["--save", tmp_path, "--save-interval", SEALED - 1]
+    sealed = once_sealed(cluster.memory, SEALED, source.ranks)
+    lost = attempt(cluster, source, 1, *same, *saved, "--moe-ckpt-inject-fault", "1@6", hooks=(sealed,))
+    assert -signal.SIGKILL in lost.codes, lost.said
+    left = sorted(cluster.memory.glob("*/*/slot-*/*.json"))
+    for layout, accepted, says in (
+        (other, (), "training draws random numbers (hidden_dropout 0.1), which come out otherwise in another layout"),
+        (fewer, ("--moe-ckpt-reshard", "inexact"), "this start has fewer processes on that node"),
+    ):
+        outcome = attempt(cluster, layout, 1, *same, *accepted, "--load", tmp_path)
+        assert set(outcome.codes) == {2}, outcome.said
+        (line,) = [line for line in outcome.lines if line.startswith("memory holds iteration")]
+        assert says in line
+        assert sorted(cluster.memory.glob("*/*/slot-*/*.json")) == left

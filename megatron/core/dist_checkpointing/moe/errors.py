@@ -73,6 +73,10 @@ class OtherSecret(WrongSecret):
     """One that a process with a secret made where this one has none, or the other way around: not to be replaced."""
 
 
+class NotAccepted(UnreadableCheckpoint):
+    """A whole state of another layout that a flag would let this job continue from: not to be freed."""
+
+
 class RecoveryImpossible(MoECheckpointError):
     """No set of intact copies leads to a state that all ranks can stand on.
 

@@ -71,7 +71,7 @@ class Overview(msgspec.Struct, frozen=True, array_like=True):
         diverged: Replays that came out otherwise in earlier attempts.
         attempt: The largest number of an attempt of which anybody found anything, of use or not.
         newest: The newest iteration of which anything was found, torn or not; -1 if nothing was.
-        foreign: The newest in memory of which only strategy or version make a state unusable, and why; -1 for none.
+        foreign: The newest in memory of which only a setting or a version makes a state unusable, and why; -1 for none.
     """
 
     problem: tuple[int, str] | None = None
@@ -124,7 +124,7 @@ def overview(
 
 def _is_foreign_state(row: InventoryRow) -> bool:
     is_state = row.snapshot.kind == PARKED or row.snapshot.kind not in STANDBY
-    return row.is_foreign and row.tier in (Tier.OWN_MEMORY, Tier.PARKED) and is_state
+    return row.is_foreign and is_state
 
 
 @dataclass(frozen=True)

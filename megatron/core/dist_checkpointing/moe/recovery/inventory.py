@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from ..errors import UnreadableCheckpoint
+from ..errors import NotAccepted, UnreadableCheckpoint
 from ..policy.lineage import Lineage, belongs, past
 from ..ports import Facts, Json, SnapshotId, Store, Torn
 from ..types import (
@@ -71,7 +71,7 @@ class InventoryRow(msgspec.Struct, frozen=True, array_like=True):
             outcome of the step, and the trainer state.
         has_strategy: Whether it has the state of the strategy.
         has_fingerprints: Of a boundary log: whether it says what its owner received.
-        is_foreign: Whether nothing but its strategy, or the version that wrote it, speaks against it.
+        is_foreign: Whether it lies in memory and only a setting, or the version that wrote it, speaks against it.
     """
 
     snapshot: SnapshotId
@@ -112,6 +112,7 @@ def listing(
     *,
     job: str = "",
     owner: int | None = None,
+    is_older: Callable[[SnapshotId], bool] = lambda snapshot: False,
 ) -> list[InventoryRow]:
     """The rows of one store.
 
@@ -122,23 +123,27 @@ def listing(
         strategy: The strategy that must have made them.
         job: The job that must have made them; empty for any.
         owner: The rank whose snapshots to list; None: all.
+        is_older: Whether a snapshot in storage stands for one in memory, which is freed where this job cannot use it.
 
     Raises:
         StoreFailure: The store cannot be listed.
     """
-    listed = store.snapshots(owner)
+    listed, in_memory = store.snapshots(owner), tier is not Tier.PERSISTENT
     rows = [
-        InventoryRow(one.snapshot, tier, one.why, _interrupted(one), is_foreign=one.is_newer) for one in listed.torn
+        InventoryRow(one.snapshot, tier, one.why, _interrupted(one), is_foreign=one.is_newer and in_memory)
+        for one in listed.torn
     ]
     for snapshot in listed.sealed:
         try:
             with store.open(snapshot) as reader:
                 facts, places = reader.manifest.facts, reader.manifest.layout.places
         except UnreadableCheckpoint as error:
-            rows.append(InventoryRow(snapshot, tier, str(error)))
+            is_foreign = isinstance(error, NotAccepted) and is_older(snapshot)
+            rows.append(InventoryRow(snapshot, tier, str(error), is_foreign=is_foreign))
         else:
             row = _row(snapshot, tier, facts, why := _mismatch(facts, accepts, job, strategy))
             is_foreign = bool(why) and not _mismatch(facts, accepts, job, str(facts.scalars.get("made_by")))
+            is_foreign &= in_memory or is_older(snapshot)
             has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
             rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints, is_foreign=is_foreign))
     return rows

@@ -18,6 +18,7 @@ from ..policy.lineage import Identity, Lineage
 from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import exchanged, merged
 from ..storage.base import HostBuffer
+from ..storage.slot_reader import SlotReader
 from ..strategies import Job, Piece
 from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier, Topology
 from .exactness import Divergence
@@ -25,6 +26,8 @@ from .findings import Judge, Overview, overview, packed, unpacked
 from .inventory import Catalogue, InventoryRow, JudgedRow, SentRows, catalogue, is_past, listing, operator_of
 
 log = logging.getLogger(__name__)
+
+_STRAY = "it lies in {}, and this start has fewer processes on that node"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class LocalInventory:
         standby: Of parked state, boundary logs and kept gradients, if this job has such a store.
         is_spared: Whether a snapshot in memory is of another layout: those are neither listed nor freed here.
         older: The timelines of these.
+        is_older: Whether a snapshot in storage stands for one of these.
+        strays: Slots of this node that no process of this start has: what is in them is told, and not used.
     """
 
     def __init__(
@@ -65,9 +70,11 @@ class LocalInventory:
         standby: MappedStore | None = None,
         is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False,
         older: Callable[[], Collection[Lineage]] = tuple,
+        is_older: Callable[[SnapshotId], bool] = lambda snapshot: False,
+        strays: Sequence[SlotReader] = (),
     ) -> None:
         self._memory, self._persistent, self._transport = memory, persistent, transport
-        self._is_spared, self._older = is_spared, older
+        self._is_spared, self._older, self._is_older, self._strays = is_spared, older, is_older, strays
         self._identity, self._standby = identity, standby
 
     def gather(self, job: Job, notes: Iterable[Divergence] = ()) -> Findings:
@@ -130,6 +137,11 @@ class LocalInventory:
                 identity = self._identity
                 listed = listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
                 rows += (row for row in listed if memory is self._standby or not self._is_spared(row.snapshot))
+            for stray in self._strays:
+                rows += (
+                    InventoryRow(snapshot, Tier.OWN_MEMORY, _STRAY.format(stray.directory), is_foreign=True)
+                    for snapshot in stray.snapshots().sealed
+                )
             if self._persistent is not None:
                 rows += self._rows(self._persistent, Tier.PERSISTENT)
         except StoreFailure as error:
@@ -138,7 +150,8 @@ class LocalInventory:
 
     def _rows(self, store: Store, tier: Tier) -> list[InventoryRow]:
         """What this rank owns, of any job. Raises StoreFailure."""
-        return listing(store, tier, self._identity.topology, self._identity.strategy, owner=self._transport.rank)
+        identity, rank = self._identity, self._transport.rank
+        return listing(store, tier, identity.topology, identity.strategy, owner=rank, is_older=self._is_older)
 
     def move_in(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
         """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.

@@ -121,6 +121,8 @@ class Recovery:
             standby=ports.standby,
             is_spared=ports.is_spared,
             older=ports.older,
+            is_older=ports.is_older,
+            strays=ports.strays,
         )
         self._found = Findings(Judge(Overview(), identity.job, job.config.takes_over), (), Catalogue((), {}, ()))
         self._digest: Digest | None = None
@@ -183,7 +185,7 @@ class Recovery:
 
     @property
     def foreign(self) -> tuple[int, str]:
-        """The newest iteration in memory that only its strategy or version makes unusable, and why; -1 for none."""
+        """The newest iteration in memory that only a setting or a version makes unusable, and why; -1 for none."""
         return self._found.judge.overview.foreign
 
     @property

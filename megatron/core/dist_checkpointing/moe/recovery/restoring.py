@@ -33,6 +33,7 @@ from ..ports import (
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
 from ..replication.agreement import raise_on_all_ranks
 from ..storage.base import HostBuffer
+from ..storage.slot_reader import SlotReader
 from ..strategies import Job
 from ..types import (
     GRADIENTS,
@@ -79,6 +80,8 @@ class RecoveryPorts:
         restored: Called on all ranks once all of them have restored the target.
         is_spared: Whether a snapshot in memory belongs to another layout, and is freed by others.
         older: The timelines of what other layouts left, of which some cannot be had in this one.
+        is_older: Whether a snapshot in storage stands for one that another layout left in memory.
+        strays: Slots of this node that no process of this start has.
         dtypes: Of live tensors, by the keys of their records.
     """
 
@@ -98,6 +101,8 @@ class RecoveryPorts:
     restored: Callable[[int], None] = lambda target: None
     is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
     older: Callable[[], Collection[Lineage]] = tuple
+    is_older: Callable[[SnapshotId], bool] = lambda snapshot: False
+    strays: Sequence[SlotReader] = ()
     dtypes: Callable[[], Mapping[str, str]] = dict
 
     def open(self, snapshot: SnapshotId, tier: Tier) -> MappedReader | Reader:

@@ -173,6 +173,14 @@ class Generation:
         """The layout. Raises UnreadableCheckpoint."""
         return topology_of(self.any.facts)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank of the layout has stored its share."""
+        ranks = self.topology.world_size
+        return (
+            sum(rank < ranks for rank in self.manifests) == ranks
+        )  # nobody knows how large a number a manifest claims
+
     def assembly(self, live: LiveLayout, *, replays: bool = False) -> Assembly:
         """What a rank of this job reads of it.
 

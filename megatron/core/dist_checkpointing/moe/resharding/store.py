@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..errors import UnreadableCheckpoint, UsageError, format_error
+from ..errors import NotAccepted, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
 from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
@@ -72,9 +72,7 @@ def newest_window(
     windows: dict[tuple[int, int, str], dict[int, Generation]] = {}
     for one in found:
         (first, last), iteration = one.window, one.any.snapshot.iteration
-        ranks = one.topology.world_size
-        # By their number: nobody knows how large a number a manifest claims.
-        if first != last and sum(rank < ranks for rank in one.manifests) == ranks:
+        if first != last and one.is_whole:
             windows.setdefault((first, last, described(one.any.facts.topology, here)), {})[iteration] = one
     whole = {key: at for key, at in windows.items() if _is_whole(range(key[0], key[1] + 1), at)}
     pasts = newest_first((at[key[1]].timeline, key[1]) for key, at in whole.items())
@@ -289,13 +287,14 @@ class ReshardingStore:
         live, old = self._live_layout(), described(generation.any.facts.topology, self._layout)
         try:
             if self._draws_others(generation):
-                raise UnreadableCheckpoint(
+                why = (
                     f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
                     " --moe-ckpt-reshard inexact to continue with other ones"
                 )
+                raise NotAccepted(why) if generation.is_whole else UnreadableCheckpoint(why)
             return generation.assembly(live, replays=self._replays)
         except UnreadableCheckpoint as error:
-            return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {error}")
+            return type(error)(f"it was made in the parallel layout {old}; {error}")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # Of what its trainer state holds nothing is known before it is taken apart.
             why = f"its manifest does not fit: {format_error(error)}; something else made it"

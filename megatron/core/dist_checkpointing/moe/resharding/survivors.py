@@ -21,6 +21,7 @@ from ..policy.lineage import Lineage, newest_first
 from ..ports import Json, Listing, Manifest, MappedStore, Reader, SnapshotId, Store, StoreFailure, Transport
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
+from ..storage.ownership import SLOT
 from ..storage.slot_reader import SlotReader
 from ..types.layout import Record, is_same_layout
 from .record_server import RecordServer, RemoteRecords
@@ -105,6 +106,15 @@ class SurvivingMemory:
         if not holders:
             raise UnreadableCheckpoint(f"the {snapshot} is in no memory of this job")
         return _AnyCopy(snapshot, holders, self._open_at)
+
+    @property
+    def strays(self) -> tuple[SlotReader, ...]:
+        """Slots of the job in this node's memory that no process of this start has, told by the node's first rank."""
+        own = self._slots[self._rank]
+        here = [slot.directory for slot in self._slots if slot.node == own.node]
+        folder = Path(own.directory).parent
+        found = sorted(folder.glob(f"{SLOT}-*")) if own.directory == here[0] else ()
+        return tuple(SlotReader(path) for path in found if str(path) not in here)
 
     def close(self) -> None:
         """Nothing is read any more: all ranks have what they need."""
@@ -283,6 +293,17 @@ class PreviousLayout:
     def timelines(self) -> Collection[Lineage]:
         """Of what other layouts left."""
         return self._storage.timelines if self._storage is not None else ()
+
+    @property
+    def strays(self) -> tuple[SlotReader, ...]:
+        """As `SurvivingMemory.strays`."""
+        return self._surviving.strays
+
+    def is_shown(self, snapshot: SnapshotId) -> bool:
+        """Whether a snapshot in `storage` stands for one that the older layout left in memory."""
+        return (snapshot.iteration, snapshot.kind) in {
+            (one.iteration, one.kind) for one in self._surviving.snapshots().sealed
+        }
 
     def is_spared(self, snapshot: SnapshotId) -> bool:
         """Whether what lies in this rank's slot under this name is of the older layout, and still needed."""

@@ -230,8 +230,10 @@ class RankMemory:
         self._owners, self._clock = owners, clock
         self._topology, self._rank = job.topology, torch.distributed.get_rank()
         here = self._topology.ranks_by_node[self._topology.node(self._rank)]
-        self.room, self._refusals = partial(node_memory(config, place, here).room, control), 0
-        self._memories: Mapping[str, MemoryStore] = {}
+        self._refusals, self._memories = 0, dict[str, MemoryStore]()
+        self.room = partial(
+            node_memory(config, place, here, ("slot", *("standby",) * self._may_be_local)).room, control
+        )
 
     def open(self, layout: Mapping[str, Json]) -> None:
         """Take the memory; a collective. Local recovery needs pipeline stages, and a strategy that replays.
@@ -255,6 +257,10 @@ class RankMemory:
                     break
                 except NoRoom as error:
                     shortage = str(error)
+            # Needed until training is protected without it: a start that is refused must leave it as it was.
+            if "standby" not in sizes and self._drop_standby():
+                room = self.room()
+                continue
             if self._config.strict or not ask_for_less(self._strategy, shortage, speaks=self._rank == 0):
                 raise UsageError(shortage)
             self._refusals += 1  # `fit_strategy` lets another strategy give up as much
@@ -279,9 +285,7 @@ class RankMemory:
         config, passes, state = self._config, self._training.passes, self._state
         self.specs = self._strategy.buffer_specs()
         sizes = {"slot": segment_sizes(self.specs, state.capturer, self._control, self._owners)}
-        may_be_local = self._strategy.keeps_logs and self._topology.pp > 1 and config.recovery != "global"
-        if not (self._strategy.replays and may_be_local) or passes is None:
-            raise_on_all_ranks(self._control, lambda: drop_memory(config, self._place, "standby"))
+        if not self._may_be_local or passes is None:
             return sizes, None
         plan = passes.log_plan(self._topology, self._rank, self._strategy.logged)
         buffers = SurvivorBuffers.gathered(state.live, plan, passes, self._control)
@@ -292,6 +296,24 @@ class RankMemory:
             return Survivor(memories["standby"], buffers, state.live, plan, passes, self._clock, *times_s)
 
         return sizes, survivor
+
+    @property
+    def _may_be_local(self) -> bool:
+        """Whether logs and parked state are kept."""
+        strategy, config = self._strategy, self._config
+        keeps_logs = strategy.keeps_logs and strategy.replays and self._training.passes is not None
+        return keeps_logs and self._topology.pp > 1 and config.recovery != "global"
+
+    def _drop_standby(self) -> bool:
+        """Give back what an earlier attempt logged and parked, where this one does neither; whether there was any."""
+        dropped = raise_on_all_ranks(self._control, lambda: drop_memory(self._config, self._place, "standby"))
+        return bool(self._control.total([int(dropped)])[0])
+
+    def protected(self) -> None:
+        """Training is protected: what an earlier attempt logged and parked goes where this one does neither."""
+        if self.survivor is None:
+            with suppress(UsageError):  # of a process that still runs, which this slot's cannot be: it stays
+                drop_memory(self._config, self._place, "standby")
 
     def _most(self, sizes: Mapping[str, Sequence[int]]) -> int:
         """The bytes of the rank that takes most."""

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..snapshot.memory_limit import NodeMemory
 from ..storage.memory import MemoryStore
 from ..storage.objects import open_durable
 from ..storage.ownership import (
+    Claim,
     check_private,
     is_shared,
     job_of_launcher,
@@ -274,39 +275,52 @@ def slot_of(config: MoECheckpointConfig, place: ProcessInfo) -> Path:
     return slot_directory(memory_folder(config) / place.node, place.job_id, place.local_rank)
 
 
-def node_memory(config: MoECheckpointConfig, place: ProcessInfo, ranks: Sequence[int]) -> NodeMemory:
+def node_memory(
+    config: MoECheckpointConfig, place: ProcessInfo, ranks: Sequence[int], areas: Collection[str]
+) -> NodeMemory:
     """What this process's node has for checkpoints.
 
     Args:
         config: The settings.
         place: Where this process runs, with the job's id.
         ranks: Of its node.
+        areas: As of `open_memory`; of others nothing is used again.
     """
     folder = memory_folder(config)
-    areas = [slot_directory(folder / place.node, place.job_id, place.local_rank, area) for area in ("slot", "standby")]
+    held_in = [slot_directory(folder / place.node, place.job_id, place.local_rank, area) for area in areas]
 
     # Read from the files, which an earlier attempt may have left: their room is used again.
     def held() -> int:
-        return sum(path.stat().st_size for area in areas for path in area.glob("segment-*.bin"))
+        return sum(path.stat().st_size for area in held_in for path in area.glob("segment-*.bin"))
 
     limit = None if config.memory_limit is None else MemoryLimit.parse(config.memory_limit)
     return NodeMemory(ranks, limit, node_memory_bytes(), folder, held, counts_free=not config.strict)
 
 
-def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> None:
+def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> bool:
     """Give back what an earlier attempt of this process's slot kept in an area that this one does not use.
 
     Args:
         config: The settings.
         place: Where this process runs, with the job's id.
         area: As of `open_memory`.
+
+    Returns:
+        Whether there was anything.
+
+    Raises:
+        UsageError: It belongs to a process that still runs.
     """
-    node = memory_folder(config) / place.node
-    folder = slot_directory(node, place.job_id, place.local_rank, area)
-    if folder.is_dir():
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # other ranks or areas are in it
-            folder.parent.rmdir()
+    slot = memory_folder(config) / place.node, place.job_id, place.local_rank, area
+    folder = slot_directory(*slot)
+    if not folder.is_dir():
+        return False
+    claim = Claim(*slot)
+    shutil.rmtree(folder, ignore_errors=True)
+    claim.release()
+    with suppress(OSError):  # other ranks or areas are in it
+        folder.parent.rmdir()
+    return True
 
 
 def open_persistent(

@@ -222,6 +222,8 @@ class ProtectedSession(Session):
             restored=older.restored,
             is_spared=older.is_spared,
             older=older.timelines,
+            is_older=older.is_shown,
+            strays=older.strays,
             dtypes=self.state.dtypes,
         )
         recovery = Recovery(self.job, self.strategy, ports, self._identity, self.owners)
@@ -330,6 +332,7 @@ class ProtectedSession(Session):
         if self.survivor is not None:
             self.survivor.set_lineage(identity, iteration)
             self.memory.fit_logs()
+        self.memory.protected()
         self._timestamps.mark(Milestone.REJOINED)
         stayed = 0
         if outcome is not None:

@@ -217,7 +217,7 @@ class Restart:
         """What this job cannot read in its own memory would be freed with what it continues from."""
         if iteration > newest:
             raise UsageError(
-                f"memory holds iteration {iteration} of this job, but {why}: start with that, or remove it on all nodes"
+                f"memory holds iteration {iteration} of this job, but {why}; start as before, or remove it on all nodes"
                 f" (rm -r {memory_folder(self.config)}/*/{self.identity.job})"
             )
 
