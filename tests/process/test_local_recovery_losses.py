@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from attempts import Cluster
+from attempts import Cluster, Nodes
 from local_hooks import killed_at
 from local_runs import PAIR, TWO, assert_only_replayed, case, recover, rejoined
-from runs import Layout
+from runs import Layout, flags
 from sparse_hooks import killed_in_replay
-from sparse_runs import FaultFree, assert_identical
+from sparse_runs import ITERATIONS, FaultFree, assert_identical
 
 full = pytest.mark.full
 
@@ -50,6 +50,26 @@ def test_a_loss_in_the_replaying_stage_begins_its_replay_again(
     assert len(run.outcomes) == 3
     assert_only_replayed(run, TWO, [[1]])
     assert_identical(run, fault_free(one))
+
+
+@pytest.mark.ci
+def test_a_start_that_is_refused_leaves_what_was_logged_and_parked(cluster: Cluster, tmp_path: Path) -> None:
+    one = case(PAIR, "1@9:step")
+    other = "--moe-ckpt-strategy", "full", "--train-iters", ITERATIONS, *one.model, "--moe-ckpt-memory-dir"
+    argv = flags(cluster.corpus, PAIR, *map(str, other), str(cluster.memory))
+    job = {"TORCHELASTIC_RUN_ID": f"{tmp_path.name}-killed-{cluster.memory.name}"}
+
+    def kept() -> list[str]:
+        return sorted(map(str, cluster.memory.glob("*/*/standby-*/segment-*")))
+
+    def refused(attempt: int) -> None:
+        left, places = kept(), [job | one for one in Nodes.one(PAIR.ranks).environments(attempt)]
+        outcome = cluster.world.start(argv, PAIR.ranks, (), places).wait()
+        assert set(outcome.codes) == {2} and "it was made with --moe-ckpt-strategy sparse" in outcome.said
+        assert left and kept() == left
+
+    run = recover(cluster, one, tmp_path, between=refused)
+    assert_only_replayed(run, PAIR, [[1]])
 
 
 @full

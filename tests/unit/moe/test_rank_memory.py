@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence, DivergenceNotes
 from megatron.core.dist_checkpointing.moe.runtime import live_state
+from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo, open_memory
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -30,3 +34,19 @@ def test_what_is_fitted_after_a_recovery_ends_a_strict_job_where_memory_is_too_s
     )
     live_state.RankMemory.make_room(memory)
     assert told == [strict]
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_memory_of_a_start_that_protected_nothing_goes_unless_a_replay_diverged_in_it(
+    noted: bool, tmp_path: Path
+) -> None:
+    config, place = MoECheckpointConfig(memory_dir=str(tmp_path)), ProcessInfo(0, "node-0", "job")
+    store = open_memory(config, place, [4096])
+    if noted:
+        DivergenceNotes(store.directory).add(
+            Divergence(2, 3, (0,), alone=False, first=1, last=2, timeline=(), why="loss 1 is not 2")
+        )
+    memory: Any = SimpleNamespace(_memories={"slot": store}, _config=config, _place=place)
+    live_state.RankMemory.close(memory, began=False)
+    assert store.directory.exists() == noted
+    assert bool(DivergenceNotes(store.directory).read()) == noted

@@ -308,7 +308,7 @@ class Survivor:
             self.store.resize(self._buffers.sizes(plan))
         except MoECheckpointError as error:
             failed = "boundary logs of %d iterations find no room, so faults roll back all stages: %s"
-            log.warning(failed, lookback, error)
+            log.error(failed, lookback, error)
             self._refused = lookback  # said once
             return
         self._plan = plan

@@ -33,6 +33,7 @@ from ..megatron_state.partitions import check_complete, random_draws, tensor_gri
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
 from ..policy.resharding import RecordKey
 from ..ports import Clock, Execution, Json, NoRoom, TrainerState, Transport
+from ..recovery.exactness import DivergenceNotes
 from ..replay.densify import Logs
 from ..replay.execution import LiveExecution
 from ..replication.agreement import raise_on_all_ranks
@@ -273,9 +274,11 @@ class RankMemory:
 
     def close(self, *, began: bool = True) -> None:
         """Release it; what is in it stays with the node. began: whether training was protected with it; else memory
-        in which nothing is goes back to the node, where it would be in the way of other jobs."""
+        in which nothing is, no note of a replay either, goes back to the node, where it would be in the way of others.
+        """
         for memory in self._memories.values():
-            memory.close(keep_mapped=began) if began or memory.snapshots() else memory.remove()
+            keeps = began or memory.snapshots() or DivergenceNotes(memory.directory).read()
+            memory.close(keep_mapped=began) if keeps else memory.remove()
         if not began:
             with suppress(OSError):  # others are still there
                 (memory_folder(self._config) / self._place.node).rmdir()

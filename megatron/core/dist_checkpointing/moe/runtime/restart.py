@@ -305,7 +305,7 @@ class Restart:
             self.recovery.close()  # all is read, and what is parked now needs the memory of what was parked before
             self._attend(self._target, StepPhase.REJOINING)
             if problem := self.survivor.park_again(self.strategy.to_data()):
-                log.warning("rank %d: %s", self.control.rank, problem)
+                log.error("rank %d: %s", self.control.rank, problem)
         # Here all ranks meet, each as soon as it has done its part.
         outcome = self.recovery.finish(self.replay)
         self._todo = None

@@ -171,7 +171,7 @@ def _say_refused(code: int, nbytes: int) -> None:
     # CUDA keeps the error, and the next launch of whatever kernel reports it: let that be a launch of ours.
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
-    log.warning(
+    log.error(
         "cannot page-lock %d bytes of host memory (CUDA error %d): copies are slower and stall training; %s",
         nbytes,
         code,
