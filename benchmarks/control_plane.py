@@ -119,7 +119,7 @@ class PlayedInventory(LocalInventory):
         super().__init__(cast("Any", None), None, transport, identity)
         self._found = rows
 
-    def _all_rows(self) -> list[InventoryRow]:
+    def rows(self) -> list[InventoryRow]:
         return self._found
 
 

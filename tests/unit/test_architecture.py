@@ -84,7 +84,7 @@ ROWS = {
     f"{ENGINE}.extensions.capacity_boost": Row(
         "core_versions errors extensions extensions.lossy types megatron_state", "megatron.core torch"
     ),
-    f"{ENGINE}.extensions.elastic": Row("config errors standby", "torch"),
+    f"{ENGINE}.extensions.elastic": Row("config errors runtime standby", "torch"),
     f"{ENGINE}.extensions.gradient_replicas": Row(
         f"{VALUES} extensions policy ports replication strategies megatron_state", "megatron.core torch"
     ),
@@ -96,10 +96,10 @@ ROWS = {
         "config errors core_versions device megatron_state ports recovery replication runtime standby storage types",
         "megatron.core torch",
     ),
-    f"{ENGINE}.contradictions": Row("config errors policy runtime strategies"),
+    f"{ENGINE}.contradictions": Row("config errors extensions policy runtime strategies"),
     f"{ENGINE}.manager": Row(
-        "config contradictions core_versions errors features in_place local_recovery megatron_state recovery runtime"
-        " standby strategies types",
+        "config contradictions core_versions errors extensions features in_place local_recovery megatron_state recovery"
+        " runtime standby strategies types",
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge_survivors": Row("core_versions in_place", "megatron.core torch"),

@@ -179,7 +179,7 @@ class DrawnInventory(LocalInventory):
         super().__init__(cast("Any", None), None, transport, identity)
         self._drawn = world.rows[transport.rank]
 
-    def _all_rows(self) -> list[InventoryRow]:
+    def rows(self) -> list[InventoryRow]:
         return self._drawn
 
 
@@ -300,7 +300,7 @@ def test_what_is_drawn_leads_to_all_kinds_of_recoveries() -> None:
     assert any(plan.roll_forward for plan in plans if plan)
 
 
-@pytest.mark.parametrize("what", ["_all_rows", "_older"])
+@pytest.mark.parametrize("what", ["rows", "timelines"])
 def test_a_rank_that_cannot_list_its_stores_ends_the_recovery_of_all(what: str) -> None:
     world, together = World("full", 1), Together(World("full", 1).topology.world_size)
 
@@ -310,7 +310,7 @@ def test_a_rank_that_cannot_list_its_stores_ends_the_recovery_of_all(what: str) 
     def gather(rank: int) -> None:
         own = DrawnInventory(world, ThreadTransport(rank, together))
         if rank == 1:
-            setattr(own, what, fails)
+            setattr(own if what == "rows" else own._older, what, fails)
         with pytest.raises(StoreFailure, match=r"^rank 1: the disk is gone$"):
             own.gather(world.job)
 

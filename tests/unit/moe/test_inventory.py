@@ -16,7 +16,7 @@ from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.policy.availability import Survey
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, OlderMemory, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Judge, Overview, digest, overview
 from megatron.core.dist_checkpointing.moe.recovery.inventory import (
     Catalogue,
@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalI
 from megatron.core.dist_checkpointing.moe.storage import manifest
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,
@@ -168,34 +167,27 @@ def test_memory_of_another_job_cannot_be_used_but_storage_can(node: Node) -> Non
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_what_storage_shows_of_memory_in_another_layout_is_told_too(
+def test_what_storage_shows_of_memory_in_another_layout_counts_too(
     in_memory: bool, node: Node, tmp_path: Path
 ) -> None:
     disk = FilesystemStore(tmp_path / "other", 0)
     node.seal(cast("Any", disk), 7, 0, more={"made_by": "full"})
-    own = LocalInventory(
-        MemoryStore(tmp_path, "job", 0, (4096,)),
-        disk,
-        cast("Any", SimpleNamespace(rank=0, world_size=1)),
-        Identity("job", TOPOLOGY, frozenset(), "sparse"),
-        is_older=lambda snapshot: in_memory and snapshot == SnapshotId(7, 0),
-    )
-    assert overview(own._all_rows()).foreign[0] == (7 if in_memory else -1)
+    older: Any = OlderMemory()
+    older.is_shown = lambda snapshot: in_memory and snapshot == SnapshotId(7, 0)
+    rank, identity = cast("Any", SimpleNamespace(rank=0)), Identity("job", TOPOLOGY, frozenset(), "sparse")
+    own = LocalInventory(MemoryStore(tmp_path, "job", 0, (4096,)), disk, rank, identity, older=older)
+    assert overview(own.rows()).foreign[0] == (7 if in_memory else -1)
 
 
-def test_what_lies_in_a_slot_of_which_this_start_has_no_process_is_told(node: Node, tmp_path: Path) -> None:
+def test_what_lies_in_a_slot_without_a_process_is_named(node: Node, tmp_path: Path) -> None:
     stores = [MemoryStore(tmp_path, "job", slot, (4096,)) for slot in (0, 1)]
     for store, iteration in zip(stores, (4, 5), strict=True):
         node.seal(cast("Any", store), iteration, 0)
-    own = LocalInventory(
-        stores[0],
-        None,
-        cast("Any", SimpleNamespace(rank=0, world_size=1)),
-        Identity("job", TOPOLOGY, frozenset(), "sparse"),
-        strays=[SlotReader(stores[1].directory)],
-    )
-    iteration, why = overview(rows := own._all_rows()).foreign
-    assert (iteration, why) == (5, f"it lies in {stores[1].directory}, and this start has fewer processes on that node")
+    older: Any = OlderMemory()
+    older.strays = lambda: {"slot-001": stores[1].snapshots()}
+    rank, identity = cast("Any", SimpleNamespace(rank=0)), Identity("job", TOPOLOGY, frozenset(), "")
+    rows = LocalInventory(stores[0], None, rank, identity, older=older).rows()
+    assert overview(rows).foreign == (5, "it lies in slot-001, and this start has fewer processes on that node")
     assert [row.snapshot.iteration for row in rows if not row.why] == [4]
 
 

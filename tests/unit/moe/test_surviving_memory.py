@@ -86,14 +86,14 @@ def damage(store_directory: Path, key: int) -> None:
         file.write(b"\xff\xff\xff")
 
 
-def test_the_first_rank_of_a_node_tells_which_slots_no_process_of_it_has(
+def test_the_first_rank_of_a_node_names_slots_without_a_process(
     nodes: list[SurvivingMemory], tmp_path: Path
 ) -> None:
     stray = filled(tmp_path / "a", 2, SHARE)
     stray.close()
-    assert [[one.directory for one in memory.strays] for memory in nodes] == [[stray.directory], [], []]
+    assert [[*memory.strays()] for memory in nodes] == [[str(stray.directory)], [], []]
     (Path(tmp_path / "b") / "job" / "standby-001").mkdir()
-    assert not nodes[2].strays, "a slot of snapshots is meant"
+    assert not nodes[2].strays(), "a slot of snapshots is meant"
 
 
 def test_a_rank_of_another_node_reads_every_record(nodes: list[SurvivingMemory]) -> None:

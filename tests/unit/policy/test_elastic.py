@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.policy.elastic import ElasticRange, unfit
+from megatron.core.dist_checkpointing.moe.extensions.elastic.sizes import ElasticRange, unfit
 
 JOB = {
     "world_size": 8,

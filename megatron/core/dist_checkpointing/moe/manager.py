@@ -39,9 +39,10 @@ from megatron.core.utils import get_model_config
 
 from . import features
 from .config import MoECheckpointConfig
-from .contradictions import contradictions, inelastic, must_repeat_itself, not_repeatable
+from .contradictions import contradictions, must_repeat_itself, not_repeatable
 from .core_versions.training import captures_passes, captures_routers
 from .errors import MoECheckpointError, Terminated, UsageError
+from .extensions import load
 from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
@@ -471,9 +472,11 @@ def refuse_sizes_that_do_not_fit(config: MoECheckpointConfig, transformer: Any, 
     Raises:
         UsageError: The job cannot have all sizes that the range allows.
     """
+    if config.elastic is None:
+        return
     tp, pp = transformer.tensor_model_parallel_size, transformer.pipeline_model_parallel_size
     experts = (transformer.expert_tensor_parallel_size or tp) * transformer.expert_model_parallel_size
-    found = inelastic(
+    found = load("elastic.sizes").inelastic(
         config,
         world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         replica_ranks=tp * pp * transformer.context_parallel_size,

@@ -16,7 +16,7 @@ from ..types.layout import (
     SnapshotId,
     Torn,
 )
-from .storage import MappedReader, MappedStore, MappedWriter, Reader, Store, Writer
+from .storage import MappedReader, MappedStore, MappedWriter, OlderMemory, Reader, Store, Writer
 from .training import (
     RANDOM,
     BoundarySink,
@@ -51,6 +51,7 @@ __all__ = [
     "MappedStore",
     "MappedWriter",
     "NoRoom",
+    "OlderMemory",
     "Pace",
     "PeerLost",
     "Reader",

@@ -5,7 +5,7 @@ Order of calls: `reserve`, put each record, `seal`; later `snapshots`, `open`, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -176,3 +176,26 @@ class MappedStore(Store, Protocol):
             NoRoom: The memory is too small: then all stays as it was.
             StoreFailure: The storage refuses.
         """
+
+
+class OlderMemory:
+    """What other layouts left in the memory of the nodes: nothing here, in `resharding.survivors` what there is."""
+
+    def strays(self) -> Mapping[str, Listing]:
+        """What lies in slots of this node that no process of this start has, by their folders. Raises StoreFailure."""
+        return {}
+
+    def timelines(self) -> Collection[tuple[tuple[str, int], ...]]:
+        """The attempts that led to it, whether it can be had in this layout or not."""
+        return ()
+
+    def is_spared(self, snapshot: SnapshotId) -> bool:
+        """Whether what lies in this rank's slot under this name belongs to it, and is neither used nor freed there."""
+        return False
+
+    def is_shown(self, snapshot: SnapshotId) -> bool:
+        """Whether a snapshot in storage stands for one of it."""
+        return False
+
+    def restored(self, target: int) -> None:
+        """All ranks have restored the state after iteration `target`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import filterfalse
@@ -15,10 +15,9 @@ import msgspec
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.availability import OperatorOrder
 from ..policy.lineage import Identity, Lineage
-from ..ports import Json, MappedStore, SnapshotId, Store, StoreFailure, Transport
+from ..ports import Json, MappedStore, OlderMemory, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import exchanged, merged
 from ..storage.base import HostBuffer
-from ..storage.slot_reader import SlotReader
 from ..strategies import Job, Piece
 from ..types import CONSTANT, LOG, OperatorId, Part, SnapshotPlan, Tier, Topology
 from .exactness import Divergence
@@ -54,10 +53,7 @@ class LocalInventory:
         transport: To all ranks.
         identity: Of the job's snapshots.
         standby: Of parked state, boundary logs and kept gradients, if this job has such a store.
-        is_spared: Whether a snapshot in memory is of another layout: those are neither listed nor freed here.
-        older: The timelines of these.
-        is_older: Whether a snapshot in storage stands for one of these.
-        strays: Slots of this node that no process of this start has: what is in them is told, and not used.
+        older: What other layouts left in memory: that is neither listed nor freed here.
     """
 
     def __init__(
@@ -68,14 +64,10 @@ class LocalInventory:
         identity: Identity,
         *,
         standby: MappedStore | None = None,
-        is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False,
-        older: Callable[[], Collection[Lineage]] = tuple,
-        is_older: Callable[[SnapshotId], bool] = lambda snapshot: False,
-        strays: Sequence[SlotReader] = (),
+        older: OlderMemory = OlderMemory(),  # noqa: B008  without state
     ) -> None:
         self._memory, self._persistent, self._transport = memory, persistent, transport
-        self._is_spared, self._older, self._is_older, self._strays = is_spared, older, is_older, strays
-        self._identity, self._standby = identity, standby
+        self._identity, self._standby, self._older = identity, standby, older
 
     def gather(self, job: Job, notes: Iterable[Divergence] = ()) -> Findings:
         """What all ranks find, as far as this one has to know it; a collective.
@@ -91,7 +83,7 @@ class LocalInventory:
         rank, topology = self._transport.rank, job.topology
         rows, older, problem = list[InventoryRow](), list[Lineage](), None
         try:
-            rows, older = self._all_rows(), [*self._older()]
+            rows, older = self.rows(), [*self._older.timelines()]
         except StoreFailure as error:
             problem = rank, str(error)
         seen = msgspec.structs.replace(overview(rows, notes, older), problem=problem)
@@ -129,18 +121,18 @@ class LocalInventory:
         pieces = shared_pieces(self._transport, rows, failed, self._identity.operators, order)
         return {tier: tuple(whole_windows(pieces.get(tier, ()))) for tier in (Tier.OWN_MEMORY, Tier.PERSISTENT)}
 
-    def _all_rows(self) -> list[InventoryRow]:
+    def rows(self) -> list[InventoryRow]:
         """All of this rank's memory, whoever owns it, and what it owns in storage. Raises StoreFailure."""
         rows: list[InventoryRow] = []
         try:
             for memory in filter(None, (self._memory, self._standby)):
                 identity = self._identity
                 listed = listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
-                rows += (row for row in listed if memory is self._standby or not self._is_spared(row.snapshot))
-            for stray in self._strays:
+                rows += (row for row in listed if memory is self._standby or not self._older.is_spared(row.snapshot))
+            for folder, strays in self._older.strays().items():
                 rows += (
-                    InventoryRow(snapshot, Tier.OWN_MEMORY, _STRAY.format(stray.directory), is_foreign=True)
-                    for snapshot in stray.snapshots().sealed
+                    InventoryRow(snapshot, Tier.OWN_MEMORY, _STRAY.format(folder), is_foreign=True)
+                    for snapshot in strays.sealed
                 )
             if self._persistent is not None:
                 rows += self._rows(self._persistent, Tier.PERSISTENT)
@@ -151,7 +143,7 @@ class LocalInventory:
     def _rows(self, store: Store, tier: Tier) -> list[InventoryRow]:
         """What this rank owns, of any job. Raises StoreFailure."""
         identity, rank = self._identity, self._transport.rank
-        return listing(store, tier, identity.topology, identity.strategy, owner=rank, is_older=self._is_older)
+        return listing(store, tier, identity.topology, identity.strategy, owner=rank, is_older=self._older.is_shown)
 
     def move_in(self, arrived: Sequence[HostBuffer], needed: Collection[int]) -> None:
         """Move snapshots that found no room while they were fetched into memory, in place of what nobody needs.
@@ -166,7 +158,7 @@ class LocalInventory:
             return
         with self._logged("a fetched snapshot is not kept in memory"):
             for snapshot in self._memory.snapshots().sealed:
-                if snapshot.iteration not in needed and not self._is_spared(snapshot):
+                if snapshot.iteration not in needed and not self._older.is_spared(snapshot):
                     self._memory.free(snapshot)
             for reader in arrived:
                 _land(reader, self._memory)
@@ -190,7 +182,7 @@ class LocalInventory:
             listed = self._memory.snapshots()
             for torn in filterfalse(attrgetter("is_newer"), listed.torn):
                 self._memory.free(torn.snapshot)
-            for snapshot in filterfalse(self._is_spared, listed.sealed):
+            for snapshot in filterfalse(self._older.is_spared, listed.sealed):
                 if (snapshot.iteration, snapshot.kind) not in kept or snapshot.rank not in owners:
                     self._memory.free(snapshot)
 

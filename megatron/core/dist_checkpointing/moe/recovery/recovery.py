@@ -119,10 +119,7 @@ class Recovery:
             ports.transport,
             identity,
             standby=ports.standby,
-            is_spared=ports.is_spared,
             older=ports.older,
-            is_older=ports.is_older,
-            strays=ports.strays,
         )
         self._found = Findings(Judge(Overview(), identity.job, job.config.takes_over), (), Catalogue((), {}, ()))
         self._digest: Digest | None = None
@@ -277,7 +274,7 @@ class Recovery:
         ports.restorer.complete()
         ports.transport.least([0])  # nobody frees a copy that another rank still restores from
         self.close()
-        ports.restored(plan.target)
+        ports.older.restored(plan.target)
         ports.make_room()
         rebuilt = frozenset(iteration for segment in plan.segments for iteration in restored(segment))
         used = {source.iteration for source in plan.taken} | rebuilt

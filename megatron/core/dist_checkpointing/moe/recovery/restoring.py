@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, cast
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint, UsageError, format_error
-from ..policy.lineage import Lineage
 from ..policy.rollback import base_for, ranks_of, segment_of
 from ..ports import (
     Clock,
@@ -23,6 +22,7 @@ from ..ports import (
     Json,
     MappedReader,
     MappedStore,
+    OlderMemory,
     Reader,
     Restorer,
     SnapshotId,
@@ -33,7 +33,6 @@ from ..ports import (
 from ..replay.densify import Logs, Replay, ReplayPorts, ReplayStep, SnapshotLoad, StageFeed, restore_trainer
 from ..replication.agreement import raise_on_all_ranks
 from ..storage.base import HostBuffer
-from ..storage.slot_reader import SlotReader
 from ..strategies import Job
 from ..types import (
     GRADIENTS,
@@ -77,11 +76,7 @@ class RecoveryPorts:
         timestamps: Of what was done.
         notes: Of replays that diverged.
         kept: What live state is already.
-        restored: Called on all ranks once all of them have restored the target.
-        is_spared: Whether a snapshot in memory belongs to another layout, and is freed by others.
-        older: The timelines of what other layouts left, of which some cannot be had in this one.
-        is_older: Whether a snapshot in storage stands for one that another layout left in memory.
-        strays: Slots of this node that no process of this start has.
+        older: What other layouts left in memory.
         dtypes: Of live tensors, by the keys of their records.
     """
 
@@ -98,11 +93,7 @@ class RecoveryPorts:
     timestamps: Timestamps = field(default_factory=Timestamps)
     notes: DivergenceNotes = field(default_factory=DivergenceNotes)
     kept: KeptState = field(default_factory=KeptState)
-    restored: Callable[[int], None] = lambda target: None
-    is_spared: Callable[[SnapshotId], bool] = lambda snapshot: False
-    older: Callable[[], Collection[Lineage]] = tuple
-    is_older: Callable[[SnapshotId], bool] = lambda snapshot: False
-    strays: Sequence[SlotReader] = ()
+    older: OlderMemory = field(default_factory=OlderMemory)
     dtypes: Callable[[], Mapping[str, str]] = dict
 
     def open(self, snapshot: SnapshotId, tier: Tier) -> MappedReader | Reader:

@@ -18,7 +18,18 @@ import msgspec
 
 from ..errors import MoECheckpointError, UnreadableCheckpoint
 from ..policy.lineage import Lineage, newest_first
-from ..ports import Json, Listing, Manifest, MappedStore, Reader, SnapshotId, Store, StoreFailure, Transport
+from ..ports import (
+    Json,
+    Listing,
+    Manifest,
+    MappedStore,
+    OlderMemory,
+    Reader,
+    SnapshotId,
+    Store,
+    StoreFailure,
+    Transport,
+)
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
 from ..storage.ownership import SLOT
@@ -107,14 +118,13 @@ class SurvivingMemory:
             raise UnreadableCheckpoint(f"the {snapshot} is in no memory of this job")
         return _AnyCopy(snapshot, holders, self._open_at)
 
-    @property
-    def strays(self) -> tuple[SlotReader, ...]:
-        """Slots of the job in this node's memory that no process of this start has, told by the node's first rank."""
+    def strays(self) -> dict[str, Listing]:
+        """As `OlderMemory.strays`; none on all but the node's first rank."""
         own = self._slots[self._rank]
         here = [slot.directory for slot in self._slots if slot.node == own.node]
         folder = Path(own.directory).parent
         found = sorted(folder.glob(f"{SLOT}-*")) if own.directory == here[0] else ()
-        return tuple(SlotReader(path) for path in found if str(path) not in here)
+        return {str(path): SlotReader(path).snapshots() for path in found if str(path) not in here}
 
     def close(self) -> None:
         """Nothing is read any more: all ranks have what they need."""
@@ -223,7 +233,7 @@ def _holders(slots: Sequence[_Slot], reader: int) -> Mapping[SnapshotId, tuple[i
     return {snapshot: tuple(sorted(pasts[newest(snapshot, pasts)], key=nearest)) for snapshot, pasts in found.items()}
 
 
-class PreviousLayout:
+class PreviousLayout(OlderMemory):
     """Of one rank; making it is a collective over all of them.
 
     Args:
@@ -294,13 +304,12 @@ class PreviousLayout:
         """Of what other layouts left."""
         return self._storage.timelines if self._storage is not None else ()
 
-    @property
-    def strays(self) -> tuple[SlotReader, ...]:
-        """As `SurvivingMemory.strays`."""
-        return self._surviving.strays
+    def strays(self) -> dict[str, Listing]:
+        """As `OlderMemory.strays`."""
+        return self._surviving.strays()
 
     def is_shown(self, snapshot: SnapshotId) -> bool:
-        """Whether a snapshot in `storage` stands for one that the older layout left in memory."""
+        """As `OlderMemory.is_shown`, of `storage`."""
         return (snapshot.iteration, snapshot.kind) in {
             (one.iteration, one.kind) for one in self._surviving.snapshots().sealed
         }

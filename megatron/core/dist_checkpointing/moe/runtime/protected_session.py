@@ -219,11 +219,7 @@ class ProtectedSession(Session):
             timestamps=self._timestamps,
             notes=DivergenceNotes(self.memory.store.directory),
             kept=take(self.training.optimizer),
-            restored=older.restored,
-            is_spared=older.is_spared,
-            older=older.timelines,
-            is_older=older.is_shown,
-            strays=older.strays,
+            older=older,
             dtypes=self.state.dtypes,
         )
         recovery = Recovery(self.job, self.strategy, ports, self._identity, self.owners)

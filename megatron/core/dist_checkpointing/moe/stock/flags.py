@@ -9,8 +9,9 @@ from typing import Any
 
 from .. import features
 from ..config import MoECheckpointConfig, add_flags, from_namespace
-from ..contradictions import contradictions, inelastic
+from ..contradictions import contradictions
 from ..errors import UsageError
+from ..extensions import load
 from ..extensions.partial_saves.flags import ExpertSaveFlags, unfit_expert_saves
 from ..in_place.process_restart import missing_kernels
 from ..manager import unfit_graphs
@@ -176,7 +177,7 @@ def _unfit_sizes(config: MoECheckpointConfig, args: argparse.Namespace) -> Itera
         )
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     experts = (getattr(args, "expert_tensor_parallel_size", None) or tp) * args.expert_model_parallel_size
-    yield from inelastic(
+    yield from load("elastic.sizes").inelastic(
         config,
         world_size=args.world_size,
         replica_ranks=tp * pp * args.context_parallel_size,

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import UsageError
+from ...config import MoECheckpointConfig
+from ...errors import UsageError
+from ...runtime.faults import check_fault_ranks, parse_fault
 
 _RANGE = re.compile(r"(\d+):(\d+)")
 
@@ -82,3 +84,71 @@ def unfit(
                 f"{flag}: --global-batch-size {global_batch} does not divide by --micro-batch-size {micro_batch} x"
                 f" {size} replicas: the batch stays as it is when the job shrinks, so choose one that all divide"
             )
+
+
+def not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
+    """A sentence for each setting with which a job cannot continue in another layout."""
+    try:
+        allowed = ElasticRange.parse(given.elastic or "")
+    except UsageError as error:
+        yield str(error)
+        return
+    if given.interval == "auto":
+        yield f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval N, not auto"
+    if given.interval_policy != "fixed":
+        yield (
+            f"--moe-ckpt-elastic {allowed} needs a fixed interval: give --moe-ckpt-interval-policy fixed, not"
+            f" {given.interval_policy}"
+        )
+    if given.replicas == 0 and given.persist_dir is None:
+        yield (
+            f"--moe-ckpt-elastic {allowed} continues without lost nodes, whose state is then nowhere: give"
+            " --moe-ckpt-replicas 1, or --moe-ckpt-persist-dir"
+        )
+
+
+def inelastic(
+    given: MoECheckpointConfig,
+    *,
+    world_size: int,
+    replica_ranks: int,
+    node_ranks: int,
+    expert_ranks: int,
+    global_batch: int,
+    micro_batch: int,
+) -> Iterator[str]:
+    """A sentence for each reason why this job cannot have all sizes that `--moe-ckpt-elastic` allows.
+
+    Args:
+        given: The settings.
+        world_size: As of `unfit`, like all that follow.
+        replica_ranks: Likewise.
+        node_ranks: Likewise.
+        expert_ranks: Likewise.
+        global_batch: In samples.
+        micro_batch: In samples.
+    """
+    try:
+        allowed = ElasticRange.parse(given.elastic or "")
+    except UsageError as error:
+        yield str(error)
+        return
+    yield from unfit(
+        allowed,
+        world_size=world_size,
+        replica_ranks=replica_ranks,
+        node_ranks=node_ranks,
+        expert_ranks=expert_ranks,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+    )
+    most = allowed.most * replica_ranks
+    if given.replicas is not None and given.replicas >= most:
+        yield (
+            f"--moe-ckpt-replicas {given.replicas} needs as many peers, but with --moe-ckpt-elastic {allowed} the job"
+            f" has {most} ranks at most: at most {most - 1} are possible"
+        )
+    try:
+        check_fault_ranks([parse_fault(text) for text in given.inject_fault], most)
+    except UsageError as error:
+        yield f"--moe-ckpt-inject-fault: {error}"
