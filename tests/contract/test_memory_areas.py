@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, read, write
 
+from megatron.core.dist_checkpointing.moe.boot_clock import is_ending, started
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo, drop_memory, open_memory
+from megatron.core.dist_checkpointing.moe.storage import ownership
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
 from megatron.core.dist_checkpointing.moe.types import LOG
@@ -65,6 +70,54 @@ def test_an_area_has_one_owner_at_a_time(place: Path) -> None:
         MemoryStore(place, JOB, RANK, SEGMENTS, area="standby")
     store.close()
     MemoryStore(place, JOB, RANK, SEGMENTS, area="standby").close()
+
+
+HOLDER = """
+import fcntl, json, os, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+json.dump({"job": "job", "slot": 3, "process": os.getpid(), "host": "here"}, file)
+file.flush()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("ends", "leaves"), [(True, True), (True, False), (False, False)])
+def test_a_slot_is_waited_for_while_the_process_that_was_killed_ends(
+    ends: bool, leaves: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MemoryStore(place, JOB, RANK, SEGMENTS).close()
+    owner_file = slot_directories(place, JOB)[RANK] / "owner.json"
+    command = [sys.executable, "-c", HOLDER, str(owner_file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin and holder.stdout and holder.stdout.readline()
+
+        def asked(process: int) -> bool:
+            assert process == holder.pid
+            if leaves:
+                holder.stdin.close()  # type: ignore[union-attr]
+            return ends
+
+        monkeypatch.setattr(ownership, "is_ending", asked)
+        monkeypatch.setattr(ownership, "ENDING_S", 30.0 if leaves else 0.2)
+        if leaves:
+            MemoryStore(place, JOB, RANK, SEGMENTS).close()
+        else:
+            with pytest.raises(UsageError, match=f"is in use by job job, slot 3, process {holder.pid} on here"):
+                MemoryStore(place, JOB, RANK, SEGMENTS)
+        holder.kill()
+
+
+def test_a_process_that_has_ended_and_is_not_yet_gone_is_ending() -> None:
+    assert not is_ending(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert child.stdout and not child.stdout.read(), "closed at its end"
+    while started(child.pid) >= 0:
+        time.sleep(0.01)
+    assert is_ending(child.pid)
+    child.wait()
+    assert not is_ending(child.pid)
 
 
 def test_removing_an_area_leaves_the_others(place: Path) -> None:

@@ -167,9 +167,7 @@ def test_memory_of_another_job_cannot_be_used_but_storage_can(node: Node) -> Non
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_what_storage_shows_of_memory_in_another_layout_counts_too(
-    in_memory: bool, node: Node, tmp_path: Path
-) -> None:
+def test_what_storage_shows_of_memory_in_another_layout_counts_too(in_memory: bool, node: Node, tmp_path: Path) -> None:
     disk = FilesystemStore(tmp_path / "other", 0)
     node.seal(cast("Any", disk), 7, 0, more={"made_by": "full"})
     older: Any = OlderMemory()

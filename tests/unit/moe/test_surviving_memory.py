@@ -86,9 +86,7 @@ def damage(store_directory: Path, key: int) -> None:
         file.write(b"\xff\xff\xff")
 
 
-def test_the_first_rank_of_a_node_names_slots_without_a_process(
-    nodes: list[SurvivingMemory], tmp_path: Path
-) -> None:
+def test_the_first_rank_of_a_node_names_slots_without_a_process(nodes: list[SurvivingMemory], tmp_path: Path) -> None:
     stray = filled(tmp_path / "a", 2, SHARE)
     stray.close()
     assert [[*memory.strays()] for memory in nodes] == [[str(stray.directory)], [], []]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -52,6 +53,25 @@ def started(process: int) -> int:
 def is_there(process: ProcessKey) -> bool:
     """Whether a process of this machine runs, and is not a later one with its number."""
     return started(process[0]) == process[1]
+
+
+_ENDING, _KILLED = 0x4, 1 << (signal.SIGKILL - 1)
+"""PF_EXITING among the flags of a process, and SIGKILL in a set of signals."""
+
+
+def is_ending(process: int) -> bool:
+    """Whether a process ends, or is killed and does not come to end: what it holds, as the memory of a GPU, takes time.
+
+    Args:
+        process: Its number, of this machine.
+    """
+    try:
+        flags = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[6])
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    except (OSError, ValueError):
+        return False
+    pending = int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
+    return bool(flags & _ENDING or pending & _KILLED)
 
 
 # Real time.

@@ -15,6 +15,7 @@ import pwd
 import re
 import shutil
 import stat
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from ..boot_clock import is_ending
 from ..errors import UsageError, reason
 from .small_files import read_small
 
@@ -167,6 +169,9 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 SLOT = "slot"
 """The area of snapshots."""
 
+ENDING_S, _TICK_S = 20.0, 0.05
+"""How long a process that was killed may take to give its folder back; how often that is looked at."""
+
 _JOB = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _AREA = re.compile(r"[a-z]{1,16}")
 _MINE: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
@@ -208,14 +213,16 @@ class Claim:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise UsageError(f"{path} is no regular file, so nobody can hold it: remove it")
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = _said_by(descriptor)
+        until_s = time.monotonic() + ENDING_S
+        while not _takes(descriptor):
+            owner, process = _said_by(descriptor)
+            if is_ending(process) and time.monotonic() < until_s:
+                time.sleep(_TICK_S)  # one that was killed with its launcher, and holds more than this lock
+                continue
             os.close(descriptor)
             raise UsageError(
                 f"{self.directory} is in use by {owner}: stop that process, or give this job another id or memory dir"
-            ) from None
+            )
         self._descriptor = descriptor
         _MINE[path] = self
         facts = {"job": job, "slot": slot, "process": os.getpid(), "host": os.uname().nodename}
@@ -348,18 +355,28 @@ def live_owner(path: Path) -> str | None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return _said_by(descriptor)
+        return _said_by(descriptor)[0]
     finally:
         os.close(descriptor)
     return None
 
 
-def _said_by(descriptor: int) -> str:
+def _takes(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _said_by(descriptor: int) -> tuple[str, int]:
+    """Who holds the lock, for people, and its process; 0 where it is not known."""
     try:
         said = json.loads(os.pread(descriptor, OWNER_BYTES, 0))
-        return f"job {said['job']}, slot {said['slot']}, process {said['process']} on {said['host']}"
+        name = f"job {said['job']}, slot {said['slot']}, process {said['process']} on {said['host']}"
+        return name, int(said["process"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return "another process"
+        return "another process", 0
 
 
 def _remove_if_unused(directory: Path) -> None:
