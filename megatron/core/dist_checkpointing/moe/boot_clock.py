@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -55,8 +54,8 @@ def is_there(process: ProcessKey) -> bool:
     return started(process[0]) == process[1]
 
 
-_ENDING, _KILLED = 0x4, 1 << (signal.SIGKILL - 1)
-"""PF_EXITING among the flags of a process, and SIGKILL in a set of signals."""
+_ENDING, _KILLED = 0x4, 1 << 8
+"""PF_EXITING among the flags of a process, and SIGKILL, the ninth, in a set of signals."""
 
 
 def is_ending(process: int) -> bool:
