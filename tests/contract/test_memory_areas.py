@@ -76,7 +76,8 @@ HOLDER = """
 import fcntl, json, os, sys
 file = open(sys.argv[1], "w")
 fcntl.lockf(file, fcntl.LOCK_EX)
-json.dump({"job": "job", "slot": 3, "process": os.getpid(), "host": "here"}, file)
+process = float(sys.argv[2]) if sys.argv[2:] else os.getpid()
+json.dump({"job": "job", "slot": 3, "process": process, "host": "here"}, file)
 file.flush()
 print(flush=True)
 sys.stdin.read()
@@ -106,6 +107,17 @@ def test_a_slot_is_waited_for_while_the_process_that_was_killed_ends(
         else:
             with pytest.raises(UsageError, match=f"is in use by job job, slot 3, process {holder.pid} on here"):
                 MemoryStore(place, JOB, RANK, SEGMENTS)
+        holder.kill()
+
+
+def test_a_slot_whose_owner_names_no_process_is_refused_at_once(place: Path) -> None:
+    MemoryStore(place, JOB, RANK, SEGMENTS).close()
+    owner_file = slot_directories(place, JOB)[RANK] / "owner.json"
+    command = [sys.executable, "-c", HOLDER, str(owner_file), "inf"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout and holder.stdout.readline()
+        with pytest.raises(UsageError, match="is in use by another process"):
+            MemoryStore(place, JOB, RANK, SEGMENTS)
         holder.kill()
 
 

@@ -143,7 +143,7 @@ def listing(
         else:
             row = _row(snapshot, tier, facts, why := _mismatch(facts, accepts, job, strategy))
             is_foreign = bool(why) and not _mismatch(facts, accepts, job, str(facts.scalars.get("made_by")))
-            is_foreign &= in_memory or is_older(snapshot)
+            is_foreign = is_foreign and (in_memory or is_older(snapshot))
             has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
             rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints, is_foreign=is_foreign))
     return rows

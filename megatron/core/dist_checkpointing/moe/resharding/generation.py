@@ -177,9 +177,8 @@ class Generation:
     def is_whole(self) -> bool:
         """Whether every rank of the layout has stored its share."""
         ranks = self.topology.world_size
-        return (
-            sum(rank < ranks for rank in self.manifests) == ranks
-        )  # nobody knows how large a number a manifest claims
+        # By their number: nobody knows how large a number a manifest claims.
+        return sum(rank < ranks for rank in self.manifests) == ranks
 
     def assembly(self, live: LiveLayout, *, replays: bool = False) -> Assembly:
         """What a rank of this job reads of it.

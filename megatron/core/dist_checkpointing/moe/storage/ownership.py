@@ -375,7 +375,7 @@ def _said_by(descriptor: int) -> tuple[str, int]:
         said = json.loads(os.pread(descriptor, OWNER_BYTES, 0))
         name = f"job {said['job']}, slot {said['slot']}, process {said['process']} on {said['host']}"
         return name, int(said["process"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return "another process", 0
 
 
