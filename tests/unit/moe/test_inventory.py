@@ -177,18 +177,6 @@ def test_what_storage_shows_of_memory_in_another_layout_counts_too(in_memory: bo
     assert overview(own.rows()).foreign[0] == (7 if in_memory else -1)
 
 
-def test_what_lies_in_a_slot_without_a_process_is_named(node: Node, tmp_path: Path) -> None:
-    stores = [MemoryStore(tmp_path, "job", slot, (4096,)) for slot in (0, 1)]
-    for store, iteration in zip(stores, (4, 5), strict=True):
-        node.seal(cast("Any", store), iteration, 0)
-    older: Any = OlderMemory()
-    older.strays = lambda: {"slot-001": stores[1].snapshots()}
-    rank, identity = cast("Any", SimpleNamespace(rank=0)), Identity("job", TOPOLOGY, frozenset(), "")
-    rows = LocalInventory(stores[0], None, rank, identity, older=older).rows()
-    assert overview(rows).foreign == (5, "it lies in slot-001, and this start has fewer processes on that node")
-    assert [row.snapshot.iteration for row in rows if not row.why] == [4]
-
-
 @pytest.mark.parametrize(
     ("other", "expected"),
     [({}, 6), ({"job": "other"}, -1), ({"topology": {"world_size": 2, "ep": 1}}, -1), ({"kind": LOG}, -1)],

@@ -30,7 +30,13 @@ def test_what_is_fitted_after_a_recovery_ends_a_strict_job_where_memory_is_too_s
     monkeypatch.setattr(live_state, "BufferAllocator", Allocator)
     parts = {"_state": SimpleNamespace(capturer=None), "_control": None, "_owners": (), "_strategy": None}
     memory: Any = SimpleNamespace(
-        store=None, room=None, standby_bytes=None, specs=(), **parts, _config=SimpleNamespace(strict=strict)
+        store=None,
+        room=None,
+        standby_bytes=None,
+        specs=(),
+        protected=lambda: None,
+        **parts,
+        _config=SimpleNamespace(strict=strict),
     )
     live_state.RankMemory.make_room(memory)
     assert told == [strict]

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
+from megatron.core.dist_checkpointing.moe.resharding.store import PreviousWindow
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
 
@@ -23,9 +24,11 @@ def restart(plan: RecoveryPlan | None) -> tuple[Restart, list[str]]:
     recovery = SimpleNamespace(look=lambda: plan, plan=None, is_own=True, diverged=(), discard=lambda: None)
     recovery.foreign = (-1, "")
     recovery.restore_through = lambda _: did.append("loaded")
-    own: Any = SimpleNamespace(discard=lambda: None)
+    own: Any = SimpleNamespace(window=None, restored=lambda iteration: None, freed=[])
+    own.discard = lambda: own.freed.append(True)
     state = SimpleNamespace(refresh=lambda: None, restorer=None, clear_counters=lambda: None)
-    found: Any = Restart(recovery, own, None, state, *[None] * 4, renew_strategy=lambda: None)
+    alone = SimpleNamespace(rank=0, merge=lambda value, combine: value)
+    found: Any = Restart(recovery, own, None, state, *[None] * 3, alone, renew_strategy=lambda: None)
     found.carry_out = lambda: did.append("restored") or True
     return found, did
 
@@ -75,6 +78,44 @@ def test_memory_that_only_its_strategy_makes_unusable_is_not_freed_for_an_older_
     finds.foreign = (4, "it was made with --moe-ckpt-strategy full, this job has sparse")
     own.restore(trainer, request_of())
     assert did
+
+
+@pytest.mark.parametrize(
+    ("target", "in_memory", "runs_again", "asked_for", "comes_to"),
+    [
+        (None, True, True, False, "ran again"),
+        (None, False, True, False, "ran again"),
+        (5, True, True, False, "ran again"),
+        (5, False, True, False, "restored"),  # it may be of a past that was given up
+        (9, True, True, False, "restored"),
+        (5, True, True, True, "restored"),
+        (None, True, False, False, "refused"),
+        (5, True, False, False, "refused"),
+        (None, False, False, False, "loaded"),
+    ],
+)
+def test_a_window_of_another_layout_in_memory_is_not_freed_for_an_older_state(
+    target: int | None, in_memory: bool, runs_again: bool, asked_for: bool, comes_to: str
+) -> None:
+    own, did = restart(None if target is None else RecoveryPlan(target, Scope.GLOBAL, (), ()))
+    finds: Any = own.recovery
+    finds.of_others, finds.unusable, own.older.unusable = (-1, ""), "", ""  # type: ignore[misc]
+    own.older.window = PreviousWindow(6, 8, "world_size 4", "run", in_memory)  # type: ignore[misc]
+    own.config, own.identity = MoECheckpointConfig(memory_dir="/memory"), SimpleNamespace(job="run")  # type: ignore[assignment]
+    run_again = (lambda window, copy: did.append("ran again") or window.last) if runs_again else None
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    own.older.copy_to = None  # type: ignore[assignment, method-assign]
+    request = request_of(asked_for=asked_for, run_again=run_again)
+    if comes_to == "refused":
+        with pytest.raises(
+            UsageError, match=r"holds iteration 8 .*iterations 6 to 8 of the layout world_size 4 run again"
+        ):
+            own.restore(trainer, request)
+        assert not did
+        return
+    own.restore(trainer, request)
+    assert did[0] == comes_to
+    assert bool(own.older.freed) == (comes_to == "loaded")  # type: ignore[attr-defined]
 
 
 def damaged(target: int) -> tuple[Restart, list[str]]:

@@ -86,12 +86,26 @@ def damage(store_directory: Path, key: int) -> None:
         file.write(b"\xff\xff\xff")
 
 
-def test_the_first_rank_of_a_node_names_slots_without_a_process(nodes: list[SurvivingMemory], tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", [0, 1, 2])
+def test_a_slot_without_a_process_is_read_like_those_of_its_node(reader: int, tmp_path: Path) -> None:
+    stores = [filled(tmp_path / "a", 0), filled(tmp_path / "a", 1), filled(tmp_path / "b", 0)]
     stray = filled(tmp_path / "a", 2, SHARE)
     stray.close()
-    assert [[*memory.strays()] for memory in nodes] == [[str(stray.directory)], [], []]
-    (Path(tmp_path / "b") / "job" / "standby-001").mkdir()
-    assert not nodes[2].strays(), "a slot of snapshots is meant"
+    (tmp_path / "b" / "job" / "standby-001").mkdir()
+    ranks = Ranks(3)
+
+    def made(rank: int) -> SurvivingMemory:
+        node, own = "aab"[rank], stores[rank]
+        transport: Any = FakeTransport(ranks, rank)
+        return SurvivingMemory(own, own.directory, node, lambda manifest: True, transport, "127.0.0.1", 5.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        memories = list(pool.map(made, range(3)))
+    assert [[*memory.strays] for memory in memories] == [[stray.directory], [], []], "the first rank of a node tells"
+    with memories[reader].open(SHARE) as found:
+        assert np.array_equal(np.frombuffer(found.read(FIELDS[3].key), np.float32), np.full(BLOCK // 4, 3))
+    for one in (*memories, *stores):
+        one.close()
 
 
 def test_a_rank_of_another_node_reads_every_record(nodes: list[SurvivingMemory]) -> None:
@@ -146,7 +160,7 @@ def test_nothing_is_served_any_more_where_a_rank_is_lost_before_all_know_the_ser
         def gather(self, value: Json) -> list[Json]:
             if next(calls):
                 raise PeerLost("rank 1 is gone")
-            return [value, ["b", "", []]]
+            return [value, ["b", []]]
 
     transport: Any = Breaking(Ranks(2), 0)
     with pytest.raises(PeerLost, match="rank 1 is gone"):

@@ -5,7 +5,7 @@ Order of calls: `reserve`, put each record, `seal`; later `snapshots`, `open`, `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -180,10 +180,6 @@ class MappedStore(Store, Protocol):
 
 class OlderMemory:
     """What other layouts left in the memory of the nodes: nothing here, in `resharding.survivors` what there is."""
-
-    def strays(self) -> Mapping[str, Listing]:
-        """What lies in slots of this node that no process of this start has, by their folders. Raises StoreFailure."""
-        return {}
 
     def timelines(self) -> Collection[tuple[tuple[str, int], ...]]:
         """The attempts that led to it, whether it can be had in this layout or not."""

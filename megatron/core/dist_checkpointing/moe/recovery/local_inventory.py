@@ -26,8 +26,6 @@ from .inventory import Catalogue, InventoryRow, JudgedRow, SentRows, catalogue, 
 
 log = logging.getLogger(__name__)
 
-_STRAY = "it lies in {}, and this start has fewer processes on that node"
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -129,11 +127,6 @@ class LocalInventory:
                 identity = self._identity
                 listed = listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
                 rows += (row for row in listed if memory is self._standby or not self._older.is_spared(row.snapshot))
-            for folder, strays in self._older.strays().items():
-                rows += (
-                    InventoryRow(snapshot, Tier.OWN_MEMORY, _STRAY.format(folder), is_foreign=True)
-                    for snapshot in strays.sealed
-                )
             if self._persistent is not None:
                 rows += self._rows(self._persistent, Tier.PERSISTENT)
         except StoreFailure as error:

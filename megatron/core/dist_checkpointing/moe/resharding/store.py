@@ -291,7 +291,7 @@ class ReshardingStore:
                     f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
                     " --moe-ckpt-reshard inexact to continue with other ones"
                 )
-                raise NotAccepted(why) if generation.is_whole else UnreadableCheckpoint(why)
+                raise NotAccepted(why) if self._is_complete(generation) else UnreadableCheckpoint(why)
             return generation.assembly(live, replays=self._replays)
         except UnreadableCheckpoint as error:
             return type(error)(f"it was made in the parallel layout {old}; {error}")
@@ -299,6 +299,13 @@ class ReshardingStore:
             # Of what its trainer state holds nothing is known before it is taken apart.
             why = f"its manifest does not fit: {format_error(error)}; something else made it"
             return UnreadableCheckpoint(f"it was made in the parallel layout {old}; {why}")
+
+    def _is_complete(self, generation: Generation) -> bool:
+        """Whether a setting is all that keeps its state from this job: a window takes all of its iterations."""
+        first, last = generation.window
+        whole = (one for one in self._found().values() if one.is_whole and one.window == (first, last))
+        at = {one.any.snapshot.iteration: one for one in whole if one.topology == generation.topology}
+        return _is_whole(range(first, last + 1), at)
 
     def _draws_others(self, generation: Generation) -> bool:
         """Whether training would draw other random numbers, and that is not accepted. Raises UnreadableCheckpoint."""

@@ -11,8 +11,11 @@ snapshot of the new layout is protected (`PreviousLayout`): until then a second 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +25,7 @@ from ..ports import (
     Json,
     Listing,
     Manifest,
+    MappedReader,
     MappedStore,
     OlderMemory,
     Reader,
@@ -32,7 +36,7 @@ from ..ports import (
 )
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
-from ..storage.ownership import SLOT
+from ..storage.ownership import OWNER_FILE, SLOT, live_owner
 from ..storage.slot_reader import SlotReader
 from ..types.layout import Record, is_same_layout
 from .record_server import RecordServer, RemoteRecords
@@ -42,18 +46,23 @@ log = logging.getLogger(__name__)
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot of another layout in the memory of a rank."""
+    """A snapshot of another layout in the memory of a rank, or in a slot of its node that no process has."""
 
     snapshot: SnapshotId
     timeline: Lineage
+    directory: str
 
 
 class _Slot(msgspec.Struct, array_like=True):
     """What one rank tells the others: where its memory is, and what is in it."""
 
     node: str
-    directory: str
     rows: tuple[_Row, ...]
+
+
+class _Holder(NamedTuple):
+    rank: int
+    directory: str
 
 
 class SurvivingMemory:
@@ -61,7 +70,7 @@ class SurvivingMemory:
 
     Args:
         memory: This rank's slot.
-        directory: Where that is on the node.
+        directory: Where that is on the node, in one folder with the slots of all its processes.
         node: Which all processes of the node, and no others, call it.
         is_older: Whether a manifest is of this job, and of another layout.
         transport: For what all ranks tell each other.
@@ -82,15 +91,16 @@ class SurvivingMemory:
         self._memory, self._timeout_s = memory, timeout_s
         self._server: RecordServer | None = None
         self._remote: dict[int, RemoteRecords] = {}
-        self.own = _rows(memory, is_older)
-        own = _Slot(node, str(directory), self.own)
+        self.own = _rows(memory, directory, is_older)
+        self.strays = {path: _rows(SlotReader(path), path, is_older) for path in _slots_without_process(directory)}
+        own = _Slot(node, (*self.own, *chain.from_iterable(self.strays.values())))
         gathered = transport.gather(msgspec.to_builtins(own))
         self._slots = msgspec.convert(gathered, list[_Slot])
         self._rank, self._places = transport.rank, [""] * transport.world_size
         self._holders = _holders(self._slots, transport.rank)
         if self._holders and len({slot.node for slot in self._slots}) > 1:
             if own.rows:
-                self._server = RecordServer(memory.open, address, timeout_s)
+                self._server = RecordServer(self._open_own, address, timeout_s)
             place: Json = self._server.place if self._server is not None else ""
             try:
                 self._places = [str(one) for one in transport.gather(place)]
@@ -99,7 +109,7 @@ class SurvivingMemory:
                 raise
 
     def __str__(self) -> str:
-        holders = {rank for ranks in self._holders.values() for rank in ranks}
+        holders = {one.rank for found in self._holders.values() for one in found}
         return f"memory of rank{'s' * (len(holders) > 1)} {', '.join(map(str, sorted(holders)))}"
 
     @property
@@ -118,14 +128,6 @@ class SurvivingMemory:
             raise UnreadableCheckpoint(f"the {snapshot} is in no memory of this job")
         return _AnyCopy(snapshot, holders, self._open_at)
 
-    def strays(self) -> dict[str, Listing]:
-        """As `OlderMemory.strays`; none on all but the node's first rank."""
-        own = self._slots[self._rank]
-        here = [slot.directory for slot in self._slots if slot.node == own.node]
-        folder = Path(own.directory).parent
-        found = sorted(folder.glob(f"{SLOT}-*")) if own.directory == here[0] else ()
-        return {str(path): SlotReader(path).snapshots() for path in found if str(path) not in here}
-
     def close(self) -> None:
         """Nothing is read any more: all ranks have what they need."""
         self._holders = {}
@@ -136,9 +138,16 @@ class SurvivingMemory:
             self._server.close()
         self._server = None
 
-    def _open_at(self, rank: int, snapshot: SnapshotId) -> Reader:
+    def _open_own(self, snapshot: SnapshotId) -> MappedReader:
+        """For ranks of other nodes. Raises UnreadableCheckpoint."""
+        named = (row.directory for row in self._slots[self._rank].rows if row.snapshot == snapshot)
+        directory = next(named, None)
+        return self._memory.open(snapshot) if directory is None else SlotReader(Path(directory)).open(snapshot)
+
+    def _open_at(self, holder: _Holder, snapshot: SnapshotId) -> Reader:
+        rank = holder.rank
         if self._slots[rank].node == self._slots[self._rank].node:
-            return SlotReader(Path(self._slots[rank].directory)).open(snapshot)
+            return SlotReader(Path(holder.directory)).open(snapshot)
         if rank not in self._remote:
             self._remote[rank] = RemoteRecords(rank, self._places[rank], self._timeout_s)
         return self._remote[rank].open(snapshot)
@@ -148,7 +157,7 @@ class _AnyCopy:
     """A `ports.Reader` of a snapshot of which several ranks have a copy."""
 
     def __init__(
-        self, snapshot: SnapshotId, holders: Sequence[int], open_: Callable[[int, SnapshotId], Reader]
+        self, snapshot: SnapshotId, holders: Sequence[_Holder], open_: Callable[[_Holder, SnapshotId], Reader]
     ) -> None:
         self._snapshot, self._left, self._open = snapshot, list(holders), open_
         self._reader = self._next("")
@@ -191,7 +200,7 @@ class _AnyCopy:
         while self._left:
             holder = self._left.pop(0)
             if why:
-                log.warning("%s; using the copy of rank %d", why, holder)
+                log.warning("%s; using the copy of rank %d", why, holder.rank)
             try:
                 return self._open(holder, self._snapshot)
             except UnreadableCheckpoint as error:
@@ -199,7 +208,21 @@ class _AnyCopy:
         raise UnreadableCheckpoint(why)
 
 
-def _rows(memory: MappedStore, is_older: Callable[[Manifest], bool]) -> tuple[_Row, ...]:
+def _slots_without_process(directory: Path) -> list[Path]:
+    """The slots of snapshots in the folder of a claimed one that no process has; the first claimed one tells."""
+    found = sorted(directory.parent.glob(f"{SLOT}-*"))
+    claimed = [path for path in found if path == directory or _is_claimed(path)]
+    return [path for path in found if path not in claimed] if claimed and claimed[0] == directory else []
+
+
+def _is_claimed(slot: Path) -> bool:
+    try:
+        return live_owner(slot / OWNER_FILE) is not None
+    except OSError:
+        return False
+
+
+def _rows(memory: MappedStore | SlotReader, directory: Path, is_older: Callable[[Manifest], bool]) -> tuple[_Row, ...]:
     rows: list[_Row] = []
     try:
         listed = memory.snapshots()
@@ -210,22 +233,22 @@ def _rows(memory: MappedStore, is_older: Callable[[Manifest], bool]) -> tuple[_R
             with memory.open(snapshot) as reader:
                 if is_older(reader.manifest):
                     timeline = msgspec.convert(reader.manifest.facts.scalars.get("timeline"), Lineage)
-                    rows.append(_Row(snapshot, timeline))
+                    rows.append(_Row(snapshot, timeline, str(directory)))
         except (MoECheckpointError, msgspec.ValidationError) as error:
             log.warning("skipped: %s in memory: %s", snapshot, error)
     return tuple(rows)
 
 
-def _holders(slots: Sequence[_Slot], reader: int) -> Mapping[SnapshotId, tuple[int, ...]]:
+def _holders(slots: Sequence[_Slot], reader: int) -> Mapping[SnapshotId, tuple[_Holder, ...]]:
     """Who has each snapshot, those first that `reader` reaches best; of several pasts the newest one."""
-    found: dict[SnapshotId, dict[Lineage, list[int]]] = {}
+    found: dict[SnapshotId, dict[Lineage, list[_Holder]]] = {}
     for rank, slot in enumerate(slots):
         for row in slot.rows:
-            found.setdefault(row.snapshot, {}).setdefault(row.timeline, []).append(rank)
+            found.setdefault(row.snapshot, {}).setdefault(row.timeline, []).append(_Holder(rank, row.directory))
     here = slots[reader].node
 
-    def nearest(rank: int) -> tuple[bool, int]:
-        return slots[rank].node != here, rank
+    def nearest(holder: _Holder) -> tuple[bool, _Holder]:
+        return slots[holder.rank].node != here, holder
 
     def newest(snapshot: SnapshotId, pasts: Iterable[Lineage]) -> Lineage:
         return newest_first((past, snapshot.iteration) for past in pasts)[0]
@@ -267,6 +290,7 @@ class PreviousLayout(OlderMemory):
         self._surviving = SurvivingMemory(memory, memory.directory, node, is_older, transport, address, waits_s)
         # Taken once: what comes to this slot from here on is of this job's layout.
         self._own = frozenset(row.snapshot for row in self._surviving.own)
+        self._strays = frozenset(path for path, rows in self._surviving.strays.items() if rows)
         self._storage = persistent
         if self._surviving.is_empty:  # the same on all ranks
             return
@@ -304,10 +328,6 @@ class PreviousLayout(OlderMemory):
         """Of what other layouts left."""
         return self._storage.timelines if self._storage is not None else ()
 
-    def strays(self) -> dict[str, Listing]:
-        """As `OlderMemory.strays`."""
-        return self._surviving.strays()
-
     def is_shown(self, snapshot: SnapshotId) -> bool:
         """As `OlderMemory.is_shown`, of `storage`."""
         return (snapshot.iteration, snapshot.kind) in {
@@ -328,19 +348,26 @@ class PreviousLayout(OlderMemory):
 
     def protected(self, iteration: int | None) -> None:
         """The newest iteration that is protected in the layout of now: nobody comes back to an older one's."""
-        if self._own and iteration is not None and iteration > self._target:
+        if (self._own or self._strays) and iteration is not None and iteration > self._target:
             self._free(self._own)
+            self._free_strays()
 
     def discard(self) -> None:
         """Training begins from another state."""
         self.close()
         self._free(self._own)
+        self._free_strays()
 
     def close(self) -> None:
         """Read nothing any more; what is there stays."""
         if not self._surviving.is_empty and self._storage is not None:
             self._storage.use_memory(None)
         self._surviving.close()
+
+    def _free_strays(self) -> None:
+        for slot in self._strays:
+            shutil.rmtree(slot, ignore_errors=True)
+        self._strays = frozenset()
 
     def _free(self, gone: frozenset[SnapshotId]) -> None:
         # Also what cannot be freed counts as gone: it is not tried again.

@@ -33,7 +33,6 @@ from ..megatron_state.partitions import check_complete, random_draws, tensor_gri
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
 from ..policy.resharding import RecordKey
 from ..ports import Clock, Execution, Json, NoRoom, TrainerState, Transport
-from ..recovery.exactness import DivergenceNotes
 from ..replay.densify import Logs
 from ..replay.execution import LiveExecution
 from ..replication.agreement import raise_on_all_ranks
@@ -48,7 +47,7 @@ from ..storage.system import local_cpus
 from ..strategies import Job, Strategy
 from ..types import OperatorId, Topology
 from ..types.operators import scaled
-from .opening import open_memories
+from .opening import give_back, open_memories
 from .process_info import ProcessInfo, drop_memory, memory_folder, node_memory
 
 
@@ -277,8 +276,7 @@ class RankMemory:
         in which nothing is, no note of a replay either, goes back to the node, where it would be in the way of others.
         """
         for memory in self._memories.values():
-            keeps = began or memory.snapshots() or DivergenceNotes(memory.directory).read()
-            memory.close(keep_mapped=began) if keeps else memory.remove()
+            memory.close(keep_mapped=True) if began else give_back(memory)
         if not began:
             with suppress(OSError):  # others are still there
                 (memory_folder(self._config) / self._place.node).rmdir()
@@ -332,6 +330,7 @@ class RankMemory:
 
     def make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
+        self.protected()  # all have restored
         places = self.store, self._state.capturer, self._control, self._owners
         taker = BufferAllocator(*places, self.room, self.standby_bytes, self._config.strict)
         self.specs, _ = taker.fit(self._strategy, self.specs)

@@ -20,6 +20,7 @@ from ..config import ANY_JOB, MoECheckpointConfig
 from ..errors import MoECheckpointError, UsageError
 from ..megatron_state.megatron import read_topology
 from ..ports import Json, Manifest, NoRoom, Transport
+from ..recovery.exactness import DivergenceNotes
 from ..replication.agreement import gathered_by_store, merged, raise_on_all_ranks
 from ..replication.interface import Endpoint, check_endpoints, of_local_rank, own_endpoint
 from ..replication.tcp import TcpTransport
@@ -215,6 +216,15 @@ class JobPlaces(msgspec.Struct, array_like=True):
         return replace(read_topology(max(Counter(nodes).values())), nodes=nodes, units=of_units)
 
 
+def give_back(memory: MemoryStore) -> None:
+    """Close memory; where nothing is in it, no note of a diverged replay either, it goes back to the node.
+
+    Args:
+        memory: Of this rank, in one area.
+    """
+    memory.close() if memory.snapshots() or DivergenceNotes(memory.directory).read() else memory.remove()
+
+
 def open_memories(
     config: MoECheckpointConfig,
     place: ProcessInfo,
@@ -255,7 +265,7 @@ def open_memories(
         raise_on_all_ranks(transport, open_all, (NoRoom, UsageError))
     except (NoRoom, UsageError):
         for memory in opened.values():
-            memory.close() if memory.snapshots() else memory.remove()
+            give_back(memory)
         raise
     if transport.rank == 0:
         for (area, sizes), negative in zip(segment_bytes.items(), most, strict=True):

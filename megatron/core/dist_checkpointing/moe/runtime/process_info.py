@@ -320,7 +320,7 @@ def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> b
     claim.release()
     with suppress(OSError):  # other ranks or areas are in it
         folder.parent.rmdir()
-    return True
+    return not folder.exists()
 
 
 def open_persistent(

@@ -521,6 +521,7 @@ class ProtectedSession(Session):
         if keep_memory:
             store.close()
         else:
+            self.restart.older.discard()
             store.remove()
             with suppress(OSError):  # other processes of the node may still be there
                 (memory_folder(self.config) / self.place.node).rmdir()

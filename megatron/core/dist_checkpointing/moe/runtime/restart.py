@@ -78,7 +78,9 @@ class Restart:
         recovery, load, older = self.recovery, request.load, -1
         plan = self.look()
         self._refuse_foreign(request.newest if plan is None else max(plan.target, request.newest), *recovery.foreign)
-        if plan is not None and (recovery.is_own if request.asked_for else self._leads_beyond(request, plan)):
+        window = self._window_ahead(request, plan)
+        is_better = recovery.is_own if request.asked_for else plan is not None and self._leads_beyond(request, plan)
+        if plan is not None and is_better and window is None:
             if self._is_restored(trainer, request):
                 return
         elif plan is not None and not request.asked_for:
@@ -90,7 +92,8 @@ class Restart:
             )
         if plan is None and not request.asked_for:
             self._refuse_strangers(request, *recovery.of_others)
-        if plan is None and request.run_again is not None and self._is_run_again(trainer, request):
+        if window is not None:
+            self._run_again(window, trainer, request)
             return
         if plan is None:
             self._refuse_to_begin_again(request)
@@ -141,13 +144,23 @@ class Restart:
             )
         return True
 
-    def _is_run_again(self, trainer: LiveTrainerState, request: Request) -> bool:
-        """Whether training begins from a sparse window of another layout, whose iterations run again in this one."""
+    def _window_ahead(self, request: Request, plan: RecoveryPlan | None) -> PreviousWindow | None:
+        """A sparse window of another layout, whose iterations run again in this one, where it leads beyond the rest.
+
+        Of storage only where there is no plan: what lies there may be of a past that was given up.
+        """
         own = self.older.window
         found = of_first(self.control, [] if own is None else [own], list[PreviousWindow])  # one for all ranks
         window = found[0] if found else None
         if window is None or window.last <= request.newest:
-            return False
+            return None
+        if plan is not None and (request.asked_for or not window.in_memory or window.last <= plan.target):
+            return None
+        if request.run_again is None and window.in_memory and not request.asked_for:
+            self._refuse_foreign(-1, window.last, f"{window} run again only there: this loop restores none of them")
+        return window if request.run_again is not None else None
+
+    def _run_again(self, window: PreviousWindow, trainer: LiveTrainerState, request: Request) -> None:
         if window.job != self.identity.job and not self.config.takes_over(window.job):
             self._refuse_strangers(request, window.last, window.job)
         assert request.run_again is not None
@@ -155,7 +168,6 @@ class Restart:
         self._refresh()
         self.older.restored(trainer.iteration)  # what that layout left stays until a snapshot of this one is protected
         self._discard_own()
-        return True
 
     def _is_loaded(self, load: Callable[[], int], trainer: LiveTrainerState, request: Request, older: int) -> bool:
         """Whether training begins from what `load` gives, and not from a snapshot that proves newer.
