@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
 from megatron.core.dist_checkpointing.moe.replication import connections, staged, tcp
+from megatron.core.dist_checkpointing.moe.replication.agreement import ConnectionEpochs
 from megatron.core.dist_checkpointing.moe.replication.connections import AT_ONCE_BYTES, Connections, hang_up
 from megatron.core.dist_checkpointing.moe.replication.staged import StagedTransport
 from megatron.core.dist_checkpointing.moe.replication.tcp import TcpTransport
@@ -44,6 +45,9 @@ def connected(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(connections, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(staged, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(staged, "LEAST_BYTES", 500)
+    # How long they talk may be short; that they meet takes as long as threads of a loaded machine take to begin.
+    meet = ConnectionEpochs.meet
+    monkeypatch.setattr(ConnectionEpochs, "meet", lambda epochs, timeout_s: meet(epochs, max(timeout_s, LONG_S)))
     made: list[Any] = []
 
     def connect(ranks: int, timeout_s: float = LONG_S) -> list[Any]:

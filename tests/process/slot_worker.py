@@ -19,7 +19,7 @@ skip_megatron_core()
 from megatron.core.dist_checkpointing.moe.standby import slot  # noqa: E402
 
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
-WAIT_S = 60
+WAIT_S = 240
 is_warm = False
 
 
