@@ -34,7 +34,7 @@ def test_what_is_fitted_after_a_recovery_ends_a_strict_job_where_memory_is_too_s
         room=None,
         standby_bytes=None,
         specs=(),
-        protected=lambda: None,
+        free_unused_standby=lambda: None,
         **parts,
         _config=SimpleNamespace(strict=strict),
     )

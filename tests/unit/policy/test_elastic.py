@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.extensions.elastic.sizes import ElasticRange, unfit
+from megatron.core.dist_checkpointing.moe.extensions.elastic.sizes import ElasticRange, inelastic
 
-JOB = {
-    "world_size": 8,
-    "replica_ranks": 2,
-    "node_ranks": 2,
-    "expert_ranks": 4,
-    "global_batch": 48,
-    "micro_batch": 1,
-}
+JOB = {"world_size": 8, "replica_ranks": 2, "node_ranks": 2, "expert_ranks": 4, "global_batch": 48, "micro_batch": 1}
 
 
 def problems(text: str, **changes: Any) -> list[str]:
-    return list(unfit(ElasticRange.parse(text), **(JOB | changes)))
+    return list(inelastic(MoECheckpointConfig(strategy="full", elastic=text), **(JOB | changes)))
 
 
 @pytest.mark.parametrize("text", ["", "2", "0:2", "3:2", "1:2:3", "a:b", "-1:2", " 1:2"])

@@ -310,8 +310,8 @@ class RankMemory:
         dropped = raise_on_all_ranks(self._control, lambda: drop_memory(self._config, self._place, "standby"))
         return bool(self._control.total([int(dropped)])[0])
 
-    def protected(self) -> None:
-        """Training is protected: what an earlier attempt logged and parked goes where this one does neither."""
+    def free_unused_standby(self) -> None:
+        """Once all have restored: what an earlier attempt logged and parked goes, where this one does neither."""
         if self.survivor is None:
             with suppress(UsageError):  # of a process that still runs, which this slot's cannot be: it stays
                 drop_memory(self._config, self._place, "standby")
@@ -330,7 +330,7 @@ class RankMemory:
 
     def make_room(self) -> None:
         """Fit the memory to what the strategy needs once it knows what it knew before a fault; a collective."""
-        self.protected()  # all have restored
+        self.free_unused_standby()
         places = self.store, self._state.capturer, self._control, self._owners
         taker = BufferAllocator(*places, self.room, self.standby_bytes, self._config.strict)
         self.specs, _ = taker.fit(self._strategy, self.specs)

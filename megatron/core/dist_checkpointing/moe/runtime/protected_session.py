@@ -328,7 +328,7 @@ class ProtectedSession(Session):
         if self.survivor is not None:
             self.survivor.set_lineage(identity, iteration)
             self.memory.fit_logs()
-        self.memory.protected()
+        self.memory.free_unused_standby()
         self._timestamps.mark(Milestone.REJOINED)
         stayed = 0
         if outcome is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...config import MoECheckpointConfig
-from ...errors import NewProcessesNeeded, PeerLost, Terminated, format_error
+from ...errors import NewProcessesNeeded, PeerSilent, Terminated, format_error
 from ...standby.joining import Joining, joining_here
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Growth:
             begins: Whether a snapshot of that state will.
 
         Raises:
-            PeerLost: A rank does not vote.
+            PeerSilent: A rank does not vote.
         """
         if self._joining is None or iteration % self._interval or iteration >= self._args.train_iters:
             return False
@@ -100,7 +100,7 @@ class Growth:
         until_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while not work.is_completed():
             if time.monotonic() > until_s:
-                raise PeerLost(
+                raise PeerSilent(
                     f"a rank did not say within {timeout_s:g} s (--distributed-timeout-minutes) whether nodes wait to"
                     " join"
                 )

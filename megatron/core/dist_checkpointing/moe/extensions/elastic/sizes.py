@@ -45,47 +45,6 @@ class ElasticRange:
         return tuple(size for size in every if size * replica_ranks % node_ranks == 0)
 
 
-def unfit(
-    allowed: ElasticRange,
-    *,
-    world_size: int,
-    replica_ranks: int,
-    node_ranks: int,
-    expert_ranks: int,
-    global_batch: int,
-    micro_batch: int,
-) -> Iterator[str]:
-    """A sentence for each reason why a job cannot shrink or grow as it is allowed to.
-
-    Args:
-        allowed: The numbers of replicas.
-        world_size: Ranks that the job has now.
-        replica_ranks: Those of one data-parallel replica: TP x PP x CP.
-        node_ranks: Those of one node.
-        expert_ranks: ETP x EP x PP, which have to divide the ranks of a job.
-        global_batch: Samples of an iteration.
-        micro_batch: Samples of a microbatch.
-    """
-    flag, now = f"--moe-ckpt-elastic {allowed}", world_size // replica_ranks
-    if not allowed.least <= now <= allowed.most:
-        yield f"{flag}: {world_size} ranks make {now} data-parallel replicas; start as many nodes as it allows"
-    sizes = allowed.sizes(replica_ranks, node_ranks)
-    if not sizes:
-        yield f"{flag}: nodes of {node_ranks} ranks make none of these numbers of replicas of {replica_ranks} ranks"
-    for size in sizes:
-        ranks = size * replica_ranks
-        if ranks % expert_ranks:
-            yield (
-                f"{flag}: {size} replicas have {ranks} ranks, which do not divide by ETP x EP x PP = {expert_ranks}:"
-                " choose a smaller --expert-model-parallel-size, or more replicas at least"
-            )
-        if global_batch % (size * micro_batch):
-            yield (
-                f"{flag}: --global-batch-size {global_batch} does not divide by --micro-batch-size {micro_batch} x"
-                f" {size} replicas: the batch stays as it is when the job shrinks, so choose one that all divide"
-            )
-
-
 def not_elastic(given: MoECheckpointConfig) -> Iterator[str]:
     """A sentence for each setting with which a job cannot continue in another layout."""
     try:
@@ -117,31 +76,40 @@ def inelastic(
     global_batch: int,
     micro_batch: int,
 ) -> Iterator[str]:
-    """A sentence for each reason why this job cannot have all sizes that `--moe-ckpt-elastic` allows.
+    """A sentence for each reason why a job cannot shrink or grow as `--moe-ckpt-elastic` allows.
 
     Args:
         given: The settings.
-        world_size: As of `unfit`, like all that follow.
-        replica_ranks: Likewise.
-        node_ranks: Likewise.
-        expert_ranks: Likewise.
-        global_batch: In samples.
-        micro_batch: In samples.
+        world_size: Ranks that the job has now.
+        replica_ranks: Those of one data-parallel replica: TP x PP x CP.
+        node_ranks: Those of one node.
+        expert_ranks: ETP x EP x PP, which have to divide the ranks of a job.
+        global_batch: Samples of an iteration.
+        micro_batch: Samples of a microbatch.
     """
     try:
         allowed = ElasticRange.parse(given.elastic or "")
     except UsageError as error:
         yield str(error)
         return
-    yield from unfit(
-        allowed,
-        world_size=world_size,
-        replica_ranks=replica_ranks,
-        node_ranks=node_ranks,
-        expert_ranks=expert_ranks,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-    )
+    flag, now = f"--moe-ckpt-elastic {allowed}", world_size // replica_ranks
+    if not allowed.least <= now <= allowed.most:
+        yield f"{flag}: {world_size} ranks make {now} data-parallel replicas; start as many nodes as it allows"
+    sizes = allowed.sizes(replica_ranks, node_ranks)
+    if not sizes:
+        yield f"{flag}: nodes of {node_ranks} ranks make none of these numbers of replicas of {replica_ranks} ranks"
+    for size in sizes:
+        ranks = size * replica_ranks
+        if ranks % expert_ranks:
+            yield (
+                f"{flag}: {size} replicas have {ranks} ranks, which do not divide by ETP x EP x PP = {expert_ranks}:"
+                " choose a smaller --expert-model-parallel-size, or more replicas at least"
+            )
+        if global_batch % (size * micro_batch):
+            yield (
+                f"{flag}: --global-batch-size {global_batch} does not divide by --micro-batch-size {micro_batch} x"
+                f" {size} replicas: the batch stays as it is when the job shrinks, so choose one that all divide"
+            )
     most = allowed.most * replica_ranks
     if given.replicas is not None and given.replicas >= most:
         yield (
