@@ -109,11 +109,11 @@ ITERATION = "iteration"
 _GROUP_FIELDS = ("lr", "weight_decay", "step")
 
 
-MODEL = "model"
-"""What a loop may say of its model, for later starts: nothing is restored from it, and older snapshots lack it."""
+MODEL, COMMAND = "model", "command"
+"""What a loop may say of its model and its command line: nothing is restored from them, and older snapshots lack them."""
 SAMPLES = "iteration_samples"
 """On how many Megatron-LM's loop trained in the newest iteration."""
-_OPTIONAL = (MODEL, SAMPLES)
+_OPTIONAL = (MODEL, COMMAND, SAMPLES)
 
 
 class LoopState(Protocol):

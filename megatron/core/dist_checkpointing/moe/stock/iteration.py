@@ -19,7 +19,7 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from ..core_versions.training import forget_auxiliary_losses
 from ..device import Arriving
 from ..errors import UsageError
-from ..megatron_state.trainer_state import SAMPLES, random_states, restore_random
+from ..megatron_state.trainer_state import COMMAND, SAMPLES, random_states, restore_random
 from ..ports import Json
 from ..recovery.timeline import RecoveryTimeline
 from ..snapshot.coordinator import ProtectionReport
@@ -152,7 +152,6 @@ _COUNTS = "consumed_train_samples", "consumed_valid_samples", "skipped_train_sam
 _OPERATIONS = "num_floating_point_operations_so_far"
 _EVALUATED = "evaluated_iteration"
 _FLAGS = "flags"
-_COMMAND = "command"
 
 
 class StockCounts:
@@ -226,7 +225,7 @@ class StockCounts:
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
         counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, SAMPLES: self._batch}
-        return counts | {_FLAGS: self._flags, _COMMAND: self._command}
+        return counts | {_FLAGS: self._flags, COMMAND: self._command}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """As `LoopState.load_state_dict`: let the loop start, or continue, from these counts."""
