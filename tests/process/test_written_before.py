@@ -2,7 +2,8 @@
 
 `written_before/commit-89056c2.tar.xz` was written by that commit, in a training loop that the driver had before that of
 Megatron-LM: of jobs on two ranks, under each strategy, the memory tier and the storage they left after iteration 7 of
-10; and two dense checkpoints, one of them of chained expert saves.
+10; and two dense checkpoints, one of them of chained expert saves. `commit-2fec0ef.tar.xz` has what jobs of
+that size stored up to then in Megatron-LM's loop, whose flags a replay has to have again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemSt
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
 from moe_ckpt.commands.main import commands
 
-ARCHIVE = Path(__file__).parent / "written_before" / "commit-89056c2.tar.xz"
+ARCHIVES = sorted((Path(__file__).parent / "written_before").glob("*.tar.xz"))
 RECOVERED, LAST = 6, 10
 LAYOUT = Layout(tp=1, pp=1, ep=2, ranks=2)
 MODEL = (
@@ -49,8 +50,9 @@ CHAINED = {
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    for path in ARCHIVES:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
     return folder
 
 
@@ -161,3 +163,17 @@ def test_snapshots_without_the_counts_of_this_loop_are_refused_by_name_and_stay(
     lacks = "(persistent): the snapshot lacks trainer state: flags, num_floating_point_operations_so_far"
     assert f"refused: {refused} on rank 1 {lacks}" in outcome.said
     assert records(FilesystemStore(storage, 0)) == STORED[strategy]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_continues_exactly_from_snapshots_that_an_earlier_version_of_this_loop_stored(
+    strategy: str, written: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    storage = shutil.copytree(written / "stock" / strategy / "storage", tmp_path / "storage")
+    cluster.run(LAYOUT, *MODEL, *FULL, "--save", tmp_path / "undisturbed", job="undisturbed")
+    given = ("--moe-ckpt-strategy", strategy, *STRATEGIES[strategy], "--moe-ckpt-persist-dir", storage)
+    more = ("--moe-ckpt-take-over", "any", "--no-gradient-accumulation-fusion")
+    (outcome,) = cluster.run(LAYOUT, *MODEL, *given, *more, "--save", tmp_path / "continued")
+    assert f"recovered iteration {RECOVERED} exactly" in outcome.said
+    assert digest(tmp_path / "continued", LAST) == digest(tmp_path / "undisturbed", LAST)

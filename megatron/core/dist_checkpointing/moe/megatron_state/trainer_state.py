@@ -110,7 +110,7 @@ _GROUP_FIELDS = ("lr", "weight_decay", "step")
 
 
 MODEL, COMMAND = "model", "command"
-"""What a loop may say of its model and its command line: nothing is restored from them, and older snapshots lack them."""
+"""What a loop may say of its model and command line: nothing is restored from it, and older snapshots lack it."""
 SAMPLES = "iteration_samples"
 """On how many Megatron-LM's loop trained in the newest iteration."""
 _OPTIONAL = (MODEL, COMMAND, SAMPLES)
