@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.replication.replicator import Replicat
 from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, SnapshotTask
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import Part, expert, full_plan
+from megatron.core.dist_checkpointing.moe.types import Part, StepJournal, expert, full_plan
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.pretrain.testing import cpu_device, te_on_cpu
@@ -74,7 +74,7 @@ class Trained:
         ]
         self.stepped = list(zip(shards, self.weights, strict=True))
         stepped = [SteppedTensor(*pair, torch.float32) for pair in self.stepped]
-        self.steps = AdamSteps(self.optimizer, stepped)
+        self.steps, self.journal = AdamSteps(self.optimizer, stepped), StepJournal()
         self.state = {"router/buffer": (None, self.counter)} | {
             shard.key(field): (shard.of.operator, tensor)
             for shard, weight in zip(shards, self.weights, strict=True)
@@ -128,7 +128,7 @@ class Pair:
 
     def protect(self, iteration: int, *, recorded: bool = True) -> SnapshotTask:
         """One round; what is older than the iteration before goes."""
-        step = self.trained.steps.take()
+        step = self.trained.steps.take(self.trained.journal)
         pieces = (Piece("snapshot", full_plan(iteration, OPERATORS)),)
         writer = self.stores[OWNER].reserve(SnapshotId(iteration, OWNER), self.trained.layout)
         for key, (_, tensor) in self.trained.state.items():
@@ -173,6 +173,56 @@ def test_after_sixty_steps_of_which_one_was_skipped_a_replica_by_gradients_has_e
     assert all(WEIGHTS_BYTES < one < WEIGHTS_BYTES + 2000 for one in [*sent[1:29], *sent[30:]])
 
 
+class ReducedInBf16(Trained):
+    """As `--grad-reduce-in-bf16` gives gradients: cast to fp32, and clipped there to a norm of 1.
+
+    Args:
+        norm: Of all gradients.
+        on_device: Core computes the factor in fp32, as it does where the norm stays on the device.
+    """
+
+    def __init__(self, norm: float, on_device: bool) -> None:
+        super().__init__()
+        self.journal = StepJournal(grad_norm=norm)
+        self.factor = min(1.0, float(1.0 / (torch.tensor(norm) + 1e-6)) if on_device else 1.0 / (norm + 1e-6))
+
+    def take_gradient(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        return super().take_gradient(weight, gradient.bfloat16().float() * self.factor)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("norm", [0.25, 1.0, 7.3, 1234.567])
+def test_gradients_that_were_reduced_in_bf16_go_in_two_bytes_and_lose_no_bit(
+    norm: float, on_device: bool, tmp_path: Path
+) -> None:
+    trained = ReducedInBf16(norm, on_device)
+    pair, sent = Pair(tmp_path, trained), []
+    for iteration in range(1, 9):
+        trained.train(iteration)
+        sent.append(pair.protect(iteration).replicated_bytes)
+        assert pair.replica(iteration) == trained.bytes()
+    assert all(WEIGHTS_BYTES // 2 < one < WEIGHTS_BYTES // 2 + 2000 for one in sent[1:])
+
+
+def test_one_gradient_with_more_bits_than_bf16_goes_in_four_bytes_by_itself(tmp_path: Path) -> None:
+    trained = ReducedInBf16(7.3, on_device=False)
+
+    def take_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        taken = ReducedInBf16.take_gradient(trained, weight, gradient)
+        if weight is trained.weights[0]:
+            taken[-1] = 0.123456
+        return taken
+
+    trained.take_gradient = take_gradient  # type: ignore[method-assign]
+    pair, sent = Pair(tmp_path, trained), []
+    for iteration in (1, 2, 3):
+        trained.train(iteration)
+        sent.append(pair.protect(iteration).replicated_bytes)
+        assert pair.replica(iteration) == trained.bytes()
+    least = WEIGHTS_BYTES // 2 + 2 * SIZES[0]
+    assert all(least < one < least + 2000 for one in sent[1:])
+
+
 @pytest.mark.ci
 @pytest.mark.skipif(not is_found(), reason="no wheel of Transformer Engine")
 @pytest.mark.parametrize("kind", ["AdamW", pytest.param("Adam", marks=pytest.mark.full), "bf16"])
@@ -215,7 +265,7 @@ def test_a_step_that_was_not_recorded_is_made_up_for_by_state(pair: Pair, caplog
 def test_an_iteration_without_a_snapshot_is_made_up_for_by_state(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     assert advanced(pair, [1, 2]) == [False, True]
     pair.trained.train(3)
-    pair.trained.steps.take()
+    pair.trained.steps.take(StepJournal())
     assert advanced(pair, [4, 5]) == [False, True]
     (line,) = caplog.messages
     assert line == "rank 0 sends full state of iteration 4 to its peers: peers confirmed iteration 2 last"
@@ -259,9 +309,9 @@ def test_two_steps_between_snapshots_are_no_step_to_follow() -> None:
     trained = Trained()
     trained.train(1)
     trained.train(2)
-    assert trained.steps.take() is None
+    assert trained.steps.take(StepJournal()) is None
     trained.train(3)
-    assert trained.steps.take() is not None
+    assert trained.steps.take(StepJournal()) is not None
 
 
 def test_no_more_memory_is_taken_than_for_the_steps_that_may_be_under_way() -> None:
@@ -269,13 +319,13 @@ def test_no_more_memory_is_taken_than_for_the_steps_that_may_be_under_way() -> N
     under_way = []
     for iteration in range(MOST_BUFFERS):
         trained.train(iteration + 1)
-        under_way.append(trained.steps.take())
+        under_way.append(trained.steps.take(StepJournal()))
     assert all(under_way)
     trained.train(MOST_BUFFERS + 1)
-    assert trained.steps.take() is None
+    assert trained.steps.take(StepJournal()) is None
     under_way.pop()
     trained.train(MOST_BUFFERS + 2)
-    assert trained.steps.take() is not None
+    assert trained.steps.take(StepJournal()) is not None
 
 
 def test_an_optimizer_that_peers_cannot_repeat_is_refused_by_its_name() -> None:

@@ -187,7 +187,8 @@ class RecordedStep:
 
     optimizer: the name of its class in torch.optim, or `FusedAdam`. groups: their settings. gradients: bytes, as the
     optimizer read them: reduced, unscaled, clipped. They are there once `copied` has returned, and may be written to
-    again once nothing refers to this.
+    again once nothing refers to this. clipped_by: gives the factors by one of which they may have been multiplied since
+    they were reduced; it waits for the norm.
     """
 
     optimizer: str
@@ -195,14 +196,15 @@ class RecordedStep:
     shards: tuple[SteppedShard, ...] = field(repr=False)
     gradients: memoryview = field(repr=False)
     copied: Callable[[], None] = field(repr=False)
+    clipped_by: Callable[[], Sequence[float]] = field(repr=False, default=tuple)
 
 
 class StepRecorder(Protocol):
     """Records the steps of this rank's optimizer."""
 
-    def take(self) -> RecordedStep | None:
+    def take(self, journal: StepJournal) -> RecordedStep | None:
         """The one step since the last call, which no shard took if it was skipped; None where there were several, or
-        older ones have all the memory."""
+        older ones have all the memory. journal: its outcome."""
 
 
 # The ports to the boundaries between pipeline stages: logs of what is sent, and a replay's source of it.

@@ -209,7 +209,7 @@ class Coordinator:
             if self._strategy.needs_throughput
             else None
         )
-        step = added.steps.take() if added.steps is not None else None
+        step = added.steps.take(journal) if added.steps is not None else None
         plan = self._planned(iteration)
         if plan is not None:
             task, copies = self._opened(plan, {"trainer": ports.trainer.scalars()}, step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ...errors import UsageError
 from ...megatron_state.optimizer_state import MASTER_OF_FUSED, SteppedTensor, optimizer_members
 from ...megatron_state.quantization import is_quantized
 from ...ports import Json, RecordedStep, SteppedShard
+from ...types import StepJournal
 from .recomputation import FUSED_ADAM, aligned
 
 MOST_BUFFERS = 3
@@ -84,7 +86,9 @@ class AdamSteps:
         self._on_gpu = any(one.main.is_cuda for one in stepped)
         self._free: list[torch.Tensor] = []
         self._made = 0
-        inner = [member.optimizer for member in optimizer_members(optimizer)]
+        members = optimizer_members(optimizer)
+        inner = [member.optimizer for member in members]
+        self._limit = max((float(member.config.clip_grad) for member in members), default=0.0)
         self._kind = type(inner[0]).__name__ if inner else "Adam"
         self._handles = [one.register_step_pre_hook(self._note) for one in inner]
         self._begin()
@@ -100,7 +104,7 @@ class AdamSteps:
             handle.remove()
         self._free.clear()
 
-    def take(self) -> RecordedStep | None:
+    def take(self, journal: StepJournal) -> RecordedStep | None:
         """As `ports.StepRecorder.take`."""
         buffer, groups, group_of, complete = self._buffer, tuple(self._groups), self._group_of, self._complete
         copied = _noticed() if self._on_gpu and buffer is not None else _nothing
@@ -117,7 +121,7 @@ class AdamSteps:
             for key, (one, first) in self._places.items()
         )  # fmt: skip
         memory = memoryview(buffer.numpy()) if buffer is not None else memoryview(b"")
-        step = RecordedStep(self._kind, groups, shards, memory, copied)
+        step = RecordedStep(self._kind, groups, shards, memory, copied, partial(clip_factors, self._limit, journal))
         if buffer is not None:
             weakref.finalize(step, self._free.append, buffer).atexit = False
         return step
@@ -172,6 +176,23 @@ def _of_fused(fused: Any, group: dict[str, Any]) -> dict[str, Json]:
         "use_decoupled_grad": bool(fused.use_decoupled_grad),
         "weights": dtypes[0] if dtypes and fused.master_weights else None,
     }
+
+
+def clip_factors(limit: float, journal: StepJournal) -> tuple[float, ...]:
+    """By what core may have multiplied gradients before the step, with the norm that it computed.
+
+    Args:
+        limit: The norm that is clipped to (`--clip-grad`); 0: none.
+        journal: The outcome of the step. Its norm may have to be waited for.
+
+    Returns:
+        One or several: core divides in fp64 where it has read the norm, and in fp32 where that stays on the device.
+    """
+    if journal.grad_norm is None or limit <= 0.0:
+        return (1.0,)
+    norm = float(journal.grad_norm)
+    on_device = limit / (torch.tensor(norm, dtype=torch.float32) + 1.0e-6)
+    return tuple(dict.fromkeys(min(1.0, factor) for factor in (limit / (norm + 1.0e-6), float(on_device))))
 
 
 def _noticed() -> Callable[[], None]:

@@ -9,8 +9,11 @@ threads; whether it did is seen from the owner's checksums.
     step = header length | header: JSON | gradients, in the order of the header | all other records, in order
 
 The header has the optimizer, the settings of its groups, and for each shard what the keys of its records begin with,
-its group (null: it was not stepped) and the dtype of its gradient. Records of these shards are made from those before;
-all others are in the step.
+its group (null: it was not stepped), the dtype of its gradient, and by what that is multiplied in fp32 (null: nothing).
+Records of these shards are made from those before; all others are in the step.
+
+Where core reduces gradients in bf16 (`--grad-reduce-in-bf16`), what an optimizer reads in fp32 is two bytes of content
+times the factor of clipping: as many are sent, as MOETION does, and no bit is lost.
 """
 
 from __future__ import annotations
@@ -73,18 +76,54 @@ def encode(manifest: Manifest, raw: memoryview, step: RecordedStep, followed: Co
         The header, gradients and all other records, one behind the other.
     """
     shards = [one for one in step.shards if one.prefix in followed and f"{one.prefix}/{MASTER}" in manifest.by_key]
+    step.copied()
+    factors = step.clipped_by()
+    sent = {one.prefix: _sent(one, step.gradients, factors) for one in shards}
     header = {
         "optimizer": step.optimizer,
         "groups": [dict(group) for group in step.groups],
-        "shards": [[one.prefix, one.group, one.dtype] for one in shards],
+        "shards": [[one.prefix, one.group, *sent[one.prefix][:2]] for one in shards],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
-    step.copied()
     prefixes = {one.prefix for one in shards}
-    parts = [step.gradients[one.first : one.first + gradient_bytes(one)] for one in shards if one.group is not None]
+    parts = [sent[one.prefix][2] for one in shards if one.group is not None]
     parts += [raw[one.offset : one.offset + one.nbytes] for one in _others(manifest, prefixes)]
     return memoryview(b"".join((_LENGTH.pack(len(text)), text, *parts)))
+
+
+_SAMPLE = 1024
+
+
+def _sent(shard: SteppedShard, gradients: memoryview, factors: Sequence[float]) -> tuple[str, float | None, memoryview]:
+    """How the gradient of a shard goes: its dtype, by what it is to be multiplied, and its bytes."""
+    raw = gradients[shard.first : shard.first + gradient_bytes(shard)]
+    if shard.group is not None and shard.dtype == "float32" and shard.numel:
+        gradient = torch.frombuffer(raw, dtype=torch.float32, count=shard.numel)
+        for factor in factors:
+            # Gradients that were reduced in fp32, as most are, fail at their first elements.
+            if reduced_in_bf16(gradient[:_SAMPLE], factor) is None:
+                continue
+            if (before := reduced_in_bf16(gradient, factor)) is not None:
+                content = before.view(torch.uint8)
+                padded = torch.nn.functional.pad(content, (0, aligned(content.numel()) - content.numel()))
+                return "bfloat16", factor, memoryview(padded.numpy())
+    return shard.dtype, None, raw
+
+
+def reduced_in_bf16(gradient: torch.Tensor, factor: float) -> torch.Tensor | None:
+    """What a gradient was in bf16 before it was cast to fp32 and clipped; None where it was not to the bit.
+
+    Args:
+        gradient: In fp32, one-dimensional, on the CPU.
+        factor: By what it was multiplied in fp32.
+    """
+    before = (gradient / factor).to(torch.bfloat16)
+    return before if torch.equal(_clipped(before, factor).view(torch.int32), gradient.view(torch.int32)) else None
+
+
+def _clipped(before: torch.Tensor, factor: float) -> torch.Tensor:
+    return before.float().mul_(factor)
 
 
 def follow(step: bytearray, base: MappedReader, manifest: Manifest, into: memoryview) -> None:
@@ -109,7 +148,7 @@ def _follow(step: memoryview, base: MappedReader, manifest: Manifest, into: memo
     (length,) = _LENGTH.unpack_from(step)
     at = _LENGTH.size + length
     header = json.loads(bytes(step[_LENGTH.size : at]))
-    groups: dict[str, int | None] = {prefix: group for prefix, group, _ in header["shards"]}
+    groups: dict[str, int | None] = {prefix: group for prefix, group, *_ in header["shards"]}
     before, known = base.raw(), base.manifest.by_key
     tensors: dict[str, dict[str, torch.Tensor]] = {prefix: {} for prefix in groups}
     for record in manifest.records:
@@ -119,12 +158,14 @@ def _follow(step: memoryview, base: MappedReader, manifest: Manifest, into: memo
             if groups[prefix] is not None:
                 tensors[prefix][field] = _tensor(into, record)
     gradients: dict[str, torch.Tensor] = {}
-    for prefix, group, dtype in header["shards"]:
+    for prefix, group, dtype, factor in header["shards"]:
         if group is not None:
             numel, read = tensors[prefix][MASTER].numel(), getattr(torch, dtype)
             empty = torch.empty(0, dtype=read)
             gradients[prefix] = torch.frombuffer(step, dtype=read, count=numel, offset=at) if numel else empty
             at += aligned(gradients[prefix].nbytes)
+            if factor is not None:
+                gradients[prefix] = _clipped(gradients[prefix], factor)
     for record in _others(manifest, groups):
         into[record.offset : record.offset + record.nbytes] = step[at : at + record.nbytes]
         at += record.nbytes
