@@ -1,0 +1,137 @@
+"""Replicas that follow gradients, beside sparse windows that are replayed: bytes, iterations, and a lost memory.
+
+MOETION's peers roll their replicas forward by gradients of two bytes, MoEvement's ranks replay a window with frozen
+operators. All train alike: four ranks in two stages, each with a replica on the other node, gradients reduced in bf16.
+A rank is killed and its memory lost, so that its state comes from the replica; all processes start again. Jobs run in
+turns, in another order in each round, beside one that keeps no snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
+from localized_recovery import recoveries
+
+BENCHMARK = Benchmark("roll_forward", 5, "roll-forward.md")
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --moe-ffn-hidden-size 512 --num-experts 8"
+    f" --seq-length 128 --micro-batch-size 1 --global-batch-size 16 {UNTIED} {STEADY}"
+)
+SMALL = f"--num-layers 4 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 8 {STEADY}"
+IN_BF16 = "--bf16 --grad-reduce-in-bf16"
+REPLICAS, GRADIENTS = "--moe-ckpt-replicas 1", "--moe-ckpt-replicate gradients"
+NONE, FULL, FOLLOWED = "none", "full", "full, gradients"
+WINDOWS = (4, 12)
+KINDS = {
+    NONE: "",
+    FULL: f"--moe-ckpt-strategy full {REPLICAS}",
+    FOLLOWED: f"--moe-ckpt-strategy full {REPLICAS} {GRADIENTS}",
+    **{
+        f"sparse, window {window}": f"--moe-ckpt-strategy sparse --moe-ckpt-window {window} {REPLICAS}"
+        " --moe-ckpt-recovery global"
+        for window in WINDOWS
+    },
+}
+LAYOUT = {"NNODES": "2", "NPROC": "2", "PP": "2", "EP": "2"}
+STRUCK, WARM = 38, 25
+"""The iteration in which a rank of the first round is killed, 3 later in each that follows: elsewhere in a window; and
+after which all windows are whole."""
+LOST, MEMORY = "MOE_CKPT_BENCHMARK_LOST", "MOE_CKPT_BENCHMARK_MEMORY"
+"""Rank that loses its memory, and where that is."""
+
+
+def main() -> int:
+    """Exit code 0: what is better depends on how long an iteration takes."""
+    return BENCHMARK.run(__doc__, measured, page)
+
+
+def measured(turns: int, quick: bool) -> dict[str, Any]:
+    """Of each job in each round its bytes, its iterations and its recovery; quick: a tiny model, one window."""
+    kinds = [NONE, FOLLOWED, f"sparse, window {WINDOWS[0]}"] if quick else list(KINDS)
+    model = SMALL if quick else MODEL
+    rounds = []
+    for index in range(turns):
+        rounds.append(
+            {kind: job(kind, f"{model} {IN_BF16}", STRUCK + 3 * index) for kind in kinds[:: 1 if index % 2 else -1]}
+        )
+        print(f"round {index + 1} of {turns}", flush=True)
+    return {"model": model, "rounds": rounds}
+
+
+def job(kind: str, model: str, struck: int) -> dict[str, Any]:
+    """A job that is struck once, in this iteration, if it is protected."""
+    faults = () if kind == NONE else (f"1@{struck}:step",)
+    own = LAYOUT | {"MOE_CKPT_SCRIPT": __file__, LOST: "1", MEMORY: "{folder}"}
+    lines = under_faults(f"{model} --train-iters {struck + 4} {KINDS[kind]}", own, faults)
+    before = [line for line in lines if WARM < line.get("iteration", 0) < struck and not line.get("replayed")]
+    found: dict[str, Any] = {"iteration_s": statistics.median(line["iteration_time_s"] for line in before)}
+    if kind == NONE:
+        return found
+    (recovery,) = recoveries(lines, "global")
+    (parts,) = (line["recovery"]["parts"] for line in lines if "recovery" in line)
+    return found | {
+        "sent": statistics.fmean(line["replicated_bytes"] for line in before),
+        "again": recovery["again"],
+        "again_s": recovery["again_s"],
+        "back_s": recovery["back_s"] - parts.get("import", 0.0),
+    }
+
+
+def page(result: dict[str, Any]) -> list[str]:
+    """Medians and, in brackets, quartiles."""
+    rounds: Sequence[dict[str, Any]] = result["rounds"]
+    kinds = [kind for kind in KINDS if kind in rounds[0] and kind != NONE]
+    plain = [one[NONE]["iteration_s"] for one in rounds]
+    lines = [
+        *BENCHMARK.head("Gradients that are rolled forward, and windows that are replayed"),
+        f"4 processes on 2 played nodes (PP=2, EP=2) {where(result)}; {len(rounds)} jobs of each kind. Gradients are"
+        " reduced in bf16 in all of them. Each rank has a replica on the other node. One is killed and its memory lost;"
+        " all processes start again, whose imports are left out. Without snapshots an iteration takes"
+        f" {spread(plain)} s.",
+        "",
+        row("", "sent per iteration, MB", "iteration / none", "run again", "run again, s", "until training is back, s"),
+        rule(6),
+    ]
+    for kind in kinds:
+        of = [one[kind] for one in rounds]
+        ratios = [one[kind]["iteration_s"] / base for one, base in zip(rounds, plain, strict=True)]
+        sent, again = (statistics.fmean(one[name] for one in of) for name in ("sent", "again"))
+        times = (spread([one[name] for one in of], 2) for name in ("again_s", "back_s"))
+        lines.append(row(kind, f"{sent / 1e6:.2f}", spread(ratios), f"{again:.1f}", *times))
+    followed = statistics.fmean(one[FOLLOWED]["sent"] for one in rounds)
+    windows = [kind for kind in kinds if kind.startswith("sparse")]
+    nearest = min(windows, key=lambda kind: abs(statistics.fmean(one[kind]["sent"] for one in rounds) - followed))
+    sooner = [one[FOLLOWED]["back_s"] / one[nearest]["back_s"] for one in rounds]
+    longer = [one[FOLLOWED]["iteration_s"] / one[nearest]["iteration_s"] for one in rounds]
+    return [
+        *lines,
+        "",
+        f"At nearly equal bytes ({FOLLOWED} beside {nearest}) training is back in {spread(sooner, 2)} of the time, and"
+        f" iterations take {spread(longer, 2)} of the time. A replica that follows takes the memory of two whole states"
+        " with its peer, whose cores repeat each step of Adam.",
+    ]
+
+
+def lost() -> None:
+    """What each rank runs: training, where the one that lost its memory begins without it."""
+    if os.environ["RANK"] == os.environ[LOST] and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        slots = Path(os.environ[MEMORY]).rglob(f"slot-{int(os.environ['LOCAL_RANK']):03}")
+        (slot,) = (one for one in slots if os.environ["MOE_CKPT_NODE"] in one.parts)
+        shutil.rmtree(slot)
+    sys.argv[0] = str(ROOT / "pretrain_gpt_moe.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if LOST in os.environ:
+        lost()
+    else:
+        start(main)
