@@ -92,7 +92,8 @@ def encode(manifest: Manifest, raw: memoryview, step: RecordedStep, followed: Co
     return memoryview(b"".join((_LENGTH.pack(len(text)), text, *parts)))
 
 
-_SAMPLE = 1024
+_BLOCK = 65536
+"""Elements that are looked at together: they stay in the cache, and gradients of more bits are known by the first."""
 
 
 def _sent(shard: SteppedShard, gradients: memoryview, factors: Sequence[float]) -> tuple[str, float | None, memoryview]:
@@ -101,9 +102,6 @@ def _sent(shard: SteppedShard, gradients: memoryview, factors: Sequence[float]) 
     if shard.group is not None and shard.dtype == "float32" and shard.numel:
         gradient = torch.frombuffer(raw, dtype=torch.float32, count=shard.numel)
         for factor in factors:
-            # Gradients that were reduced in fp32, as most are, fail at their first elements.
-            if reduced_in_bf16(gradient[:_SAMPLE], factor) is None:
-                continue
             if (before := reduced_in_bf16(gradient, factor)) is not None:
                 content = before.view(torch.uint8)
                 padded = torch.nn.functional.pad(content, (0, aligned(content.numel()) - content.numel()))
@@ -118,8 +116,12 @@ def reduced_in_bf16(gradient: torch.Tensor, factor: float) -> torch.Tensor | Non
         gradient: In fp32, one-dimensional, on the CPU.
         factor: By what it was multiplied in fp32.
     """
-    before = (gradient / factor).to(torch.bfloat16)
-    return before if torch.equal(_clipped(before, factor).view(torch.int32), gradient.view(torch.int32)) else None
+    before = torch.empty_like(gradient, dtype=torch.bfloat16)
+    for block, kept in zip(gradient.split(_BLOCK), before.split(_BLOCK), strict=True):
+        kept.copy_(block / factor)
+        if not torch.equal(_clipped(kept, factor).view(torch.int32), block.view(torch.int32)):
+            return None
+    return before
 
 
 def _clipped(before: torch.Tensor, factor: float) -> torch.Tensor:
