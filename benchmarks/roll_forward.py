@@ -1,9 +1,9 @@
-"""Replicas that follow gradients, beside sparse windows that are replayed: bytes, iterations, and a lost memory.
+"""Replicas that follow gradients against sparse windows that are replayed: bytes, iterations, and a lost memory.
 
 MOETION's peers roll their replicas forward by gradients of two bytes, MoEvement's ranks replay a window with frozen
 operators. All train alike: four ranks in two stages, each with a replica on the other node, gradients reduced in bf16.
 A rank is killed and its memory lost, so that its state comes from the replica; all processes start again. Jobs run in
-turns, in another order in each round, beside one that keeps no snapshots.
+turns, in another order in each round, and one that keeps no snapshots with them.
 """
 
 from __future__ import annotations
@@ -106,18 +106,27 @@ def page(result: dict[str, Any]) -> list[str]:
         sent, again = (statistics.fmean(one[name] for one in of) for name in ("sent", "again"))
         times = (spread([one[name] for one in of], 2) for name in ("again_s", "back_s"))
         lines.append(row(kind, f"{sent / 1e6:.2f}", spread(ratios), f"{again:.1f}", *times))
-    followed = statistics.fmean(one[FOLLOWED]["sent"] for one in rounds)
-    windows = [kind for kind in kinds if kind.startswith("sparse")]
-    nearest = min(windows, key=lambda kind: abs(statistics.fmean(one[kind]["sent"] for one in rounds) - followed))
-    sooner = [one[FOLLOWED]["back_s"] / one[nearest]["back_s"] for one in rounds]
-    longer = [one[FOLLOWED]["iteration_s"] / one[nearest]["iteration_s"] for one in rounds]
-    return [
-        *lines,
+    sent = {kind: statistics.fmean(one[kind]["sent"] for one in rounds) for kind in kinds}
+    nearest = min((kind for kind in kinds if "window" in kind), key=lambda kind: abs(sent[kind] - sent[FOLLOWED]))
+
+    def over(other: str, name: str) -> str:
+        return spread([one[FOLLOWED][name] / one[other][name] for one in rounds], 2)
+
+    lines += [
         "",
-        f"At nearly equal bytes ({FOLLOWED} beside {nearest}) training is back in {spread(sooner, 2)} of the time, and"
-        f" iterations take {spread(longer, 2)} of the time. A replica that follows takes the memory of two whole states"
-        " with its peer, whose cores repeat each step of Adam.",
+        f"At nearly equal bytes ({FOLLOWED} and {nearest}) training is back in {over(nearest, 'back_s')} of the"
+        f" time, and iterations take {over(nearest, 'iteration_s')} of the time.",
     ]
+    if FULL in kinds:
+        lines.append(
+            f"Gradients are {100 * sent[FOLLOWED] / sent[FULL]:.1f} % of the bytes of {FULL}, and iterations take"
+            f" {over(FULL, 'iteration_s')} of the time."
+        )
+    lines.append(
+        "Peers repeat each step, on the same cores here, and need an optimizer whose steps they can repeat to the bit;"
+        " `sparse` needs neither."
+    )
+    return lines
 
 
 def lost() -> None:
