@@ -82,10 +82,17 @@ def _of_layer(number: int, layer: Sequence[Sequence[int]]) -> LayerDynamics:
     )
 
 
+def most_of(experts: int, part: float) -> float:
+    """The largest share that so many experts have of a layer's tokens in an iteration of the last part."""
+    rows = [counts for layer in last(part) for counts in layer]
+    return max(sum(sorted(counts)[-experts:]) / sum(counts) for counts in rows)
+
+
 def figure() -> Figure:
     """The CDF, and what the text says of it."""
     given, run = published()["fig4"], measured(FILE, COMMAND, BENCHMARKS)
     iterations, routed, means = len(tokens()[0]), sum(tokens()[0][0]), over_time()
+    moetion = published("moetion")["fig3"]
     there = {given["active_at_least"]: given["iterations_share"]}
 
     def draw(axes: list[Any]) -> None:
@@ -121,6 +128,7 @@ def figure() -> Figure:
         values={
             "command": COMMAND, "iterations": iterations, "run": run, "routed": routed, "given": given,
             "settled": at_least(given["active_at_least"], SETTLED), "window": WINDOW, "means": means,
-            "lowest": min(means), "last": means[-1],
+            "lowest": min(means), "last": means[-1], "moetion": moetion,
+            "most": [most_of(moetion["experts"], part) for part in (1.0, SETTLED)],
         },
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -69,3 +70,13 @@ def test_an_accuracy_campaign_trains_asks_and_continues_where_it_was(corpus: str
     assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:] == [
         "fault-free", "full", "pec K=1", "selective"
     ]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LONGEST_S + 60)
+def test_tokens_that_are_dropped_from_experts_change_the_loss(corpus: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "accuracy" / "dropped_tokens.py"), "--tiny", "--seeds", "1"]
+    run([*command, "--results", str(tmp_path)], MOE_CKPT_CORPUS=corpus)
+    data = json.loads((tmp_path / "dropped-tokens.json").read_text())
+    losses = {one["dropped"]: one["loss"] for one in data["runs"]}
+    assert list(losses) == [0.0, 0.1] and losses[0.0] != losses[0.1]

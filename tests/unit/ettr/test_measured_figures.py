@@ -19,6 +19,7 @@ from reproduce import (
     moetion_fig4,
     moetion_fig7,
     moetion_fig11,
+    moetion_table1,
 )
 
 
@@ -140,6 +141,24 @@ def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, mo
         assert [row[0] for row in found.report.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
     finally:
         moc_fig14.runs.cache_clear()
+
+
+def test_losses_with_dropped_tokens_are_compared_with_those_of_the_same_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figure, "RESULTS", tmp_path)
+    runs = [{"seed": seed, "dropped": share, "loss": seed * loss} for seed in (1, 2)
+            for share, loss in ((0.0, 2.0), (0.03, 2.0), (0.1, 2.5))]  # fmt: skip
+    data = {"runs": runs, "iterations": 320, "first": 30, "release": "torch"}
+    (tmp_path / moetion_table1.FILE).write_text(json.dumps(data))
+    moetion_table1.training.cache_clear()
+    try:
+        (rows,) = (one.rows for one in moetion_table1.figure().report.tables)
+    finally:
+        moetion_table1.training.cache_clear()
+    assert [row[2:] for row in rows] == [
+        ("+0.00% ± 0.00%", "+0.00%"), ("+0.00% ± 0.00%", "+0.11%"), ("+25.00% ± 0.00%", "+73.75%")
+    ]  # fmt: skip
 
 
 def test_a_figure_whose_runs_are_not_there_says_what_makes_them(
