@@ -149,6 +149,17 @@ def little_space(free_bytes: int, ranks: Collection[int] = range(64)) -> Iterato
 
 
 @contextlib.contextmanager
+def folders_of_their_own(folder: str) -> Iterator[None]:
+    """Each rank works in a folder of its own, as if relative paths led to a disk of its node; nobody waits for long."""
+    from megatron.core.dist_checkpointing.moe.runtime import opening
+
+    own = Path(folder) / os.environ["RANK"]
+    own.mkdir()
+    with contextlib.chdir(own), mock.patch.object(opening, "SHARED_S", 0.5):
+        yield
+
+
+@contextlib.contextmanager
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession

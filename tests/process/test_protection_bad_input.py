@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from attempts import Cluster, recovered
 from fault_hooks import once_sealed
-from guarantee_hooks import little_space, newer_core, storage_vanishes
+from guarantee_hooks import folders_of_their_own, little_space, newer_core, storage_vanishes
 from runs import Layout, flags
 from world import Hook, Outcome
 
@@ -102,6 +103,17 @@ def test_what_a_crashed_job_of_another_id_left_is_not_touched(run: Run, other_jo
     assert "was left behind by job other, which has ended" in line
     assert f"rm -r {other_job.directory.parent}" in line
     assert left.read_bytes() == b"state"
+
+
+@pytest.mark.ci
+def test_storage_that_nodes_do_not_share_is_refused_and_the_node_named(run: Run, tmp_path: Path) -> None:
+    hook = partial(folders_of_their_own, str(tmp_path))
+    line = refused(run("--moe-ckpt-persist-dir", "snapshots", hooks=(hook,)))
+    host = re.escape(socket.gethostname())
+    assert re.match(
+        rf"rank 1: --moe-ckpt-persist-dir snapshots on {host} is not the folder that rank 0 writes to: give one that",
+        line,
+    )
 
 
 def test_more_replicas_than_peers_are_refused(run: Run) -> None:

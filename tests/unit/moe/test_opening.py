@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.moe.runtime import opening
 from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState
 from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, Leases, open_memories, parallel_layout
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
+from megatron.core.dist_checkpointing.moe.storage.lease_files import LEASE
 from megatron.core.dist_checkpointing.moe.types import Topology
 
 PLACE = ProcessInfo(0, "node", "job")
@@ -90,6 +91,18 @@ def test_a_folder_that_is_named_in_two_ways_has_one_lease(tmp_path: Path, monkey
         assert leases("run", persist_dir) == ["run"]
     assert leases("s3://bucket/run", "s3://bucket/run/") == ["s3://bucket/run"]
     assert leases("run", "other") == ["other", "run"]
+
+
+@pytest.mark.parametrize("where", [None, "s3://bucket/run", "made later"])
+def test_storage_that_all_nodes_have_is_found_though_it_takes_a_moment(
+    where: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "made later"
+    monkeypatch.setattr(opening.torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(opening.time, "sleep", lambda _: folder.mkdir() or (folder / LEASE).touch())
+    monkeypatch.chdir(tmp_path)
+    Leases(MoECheckpointConfig(strategy="full", persist_dir=where), None, PLACE, []).find()
+    assert folder.exists() == (where == "made later")
 
 
 def test_a_layout_tells_apart_which_elements_ranks_step() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +29,7 @@ from ..replication.interface import Endpoint, check_endpoints, of_local_rank, ow
 from ..replication.tcp import TcpTransport
 from ..replication.transports import TRANSPORTS
 from ..storage.lease import STALE_S, Holder, Lease
+from ..storage.lease_files import LEASE
 from ..storage.manifest import use_secret
 from ..storage.memory import MemoryStore
 from ..storage.small_files import read_secret, signed
@@ -39,6 +43,9 @@ log = logging.getLogger(__name__)
 
 RECOVERY_PATIENCE = 12
 """How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
+
+SHARED_S = 60.0
+"""After which a network file system shows on every node what rank 0 has written, whatever it caches."""
 
 _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
@@ -303,7 +310,7 @@ class Leases:
     """
 
     def __init__(self, config: MoECheckpointConfig, save: str | None, place: ProcessInfo, run: Sequence[str]) -> None:
-        self._leases: list[Lease] = []
+        self._leases, self._durable = list[Lease](), config.persist_dir
         if torch.distributed.get_rank() == 0:
             agents = tuple(sorted(set(filter(None, run))))
             forced = "" if config.take_over == ANY_JOB else config.take_over or ""
@@ -320,6 +327,17 @@ class Leases:
         except MoECheckpointError:
             self.release()
             raise
+
+    def find(self) -> None:
+        """Whether this node has the folder of snapshots that rank 0 has acquired. Raises UsageError."""
+        where, until_s = self._durable, time.monotonic() + SHARED_S
+        while where and "://" not in where and not os.path.lexists(Path(where) / LEASE):
+            if time.monotonic() > until_s:
+                raise UsageError(
+                    f"--moe-ckpt-persist-dir {where} on {socket.gethostname()} is not the folder that rank 0 writes to:"
+                    " give one that all nodes share, or a URL: it has to outlive each of them"
+                )
+            time.sleep(0.1)
 
     def check(self) -> None:
         """Raises UsageError where another job has taken a place over."""

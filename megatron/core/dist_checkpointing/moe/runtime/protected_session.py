@@ -127,6 +127,7 @@ class ProtectedSession(Session):
         leases = self.leases = self._reaching(lambda: Leases(config, self.training.save, place, run))
         self.held.callback(lambda: leases.leave() if self._began else leases.release())
         self._reaching(leases.acquire)
+        self._reaching(leases.find)
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         of_job = of_first(self.control, JobPlaces.of(places), JobPlaces)
