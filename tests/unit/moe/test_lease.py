@@ -319,6 +319,7 @@ def test_a_folder_that_is_full_is_used_with_a_warning(tmp_path: Path, caplog: py
     lease = Lease(str(tmp_path), Holder.here("a"), place=Full(tmp_path), wait=never)
     lease.acquire()
     assert "has no lease" in caplog.text and "No space left" in caplog.text
+    assert not lease.name
     lease.check()
     lease.release()
 

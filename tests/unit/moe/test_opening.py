@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ import msgspec
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, NoRoom, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime import opening
 from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState
 from megatron.core.dist_checkpointing.moe.runtime.opening import JobPlaces, Leases, open_memories, parallel_layout
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
-from megatron.core.dist_checkpointing.moe.storage.lease_files import LEASE
+from megatron.core.dist_checkpointing.moe.storage.lease import Holder, Lease
+from megatron.core.dist_checkpointing.moe.storage.lease_files import FolderPlace
 from megatron.core.dist_checkpointing.moe.types import Topology
 
 PLACE = ProcessInfo(0, "node", "job")
@@ -93,16 +96,47 @@ def test_a_folder_that_is_named_in_two_ways_has_one_lease(tmp_path: Path, monkey
     assert leases("run", "other") == ["other", "run"]
 
 
-@pytest.mark.parametrize("where", [None, "s3://bucket/run", "made later"])
-def test_storage_that_all_nodes_have_is_found_though_it_takes_a_moment(
-    where: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "made later"
+@pytest.fixture
+def of_rank_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leases:
+    """A folder of snapshots that its node has not got yet."""
     monkeypatch.setattr(opening.torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(opening.time, "sleep", lambda _: folder.mkdir() or (folder / LEASE).touch())
-    monkeypatch.chdir(tmp_path)
-    Leases(MoECheckpointConfig(strategy="full", persist_dir=where), None, PLACE, []).find()
-    assert folder.exists() == (where == "made later")
+    monkeypatch.setattr(opening, "SHARED_S", 0.0)
+    return Leases(MoECheckpointConfig(strategy="full", persist_dir=str(tmp_path / "run")), None, PLACE, [])
+
+
+def test_a_folder_that_nodes_share_is_found_though_one_sees_it_late(
+    of_rank_1: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = Holder.here("job")
+    lease = Lease(str(tmp_path / "run"), holder)
+    monkeypatch.setattr(opening, "SHARED_S", 60.0)
+    monkeypatch.setattr(opening.time, "sleep", lambda _: lease.acquire())
+    assert of_rank_1.acquire() == ""
+    try:
+        of_rank_1.find(holder.name)
+        assert lease.name == holder.name
+    finally:
+        lease.release()
+
+
+def test_a_folder_with_the_lease_of_another_start_is_not_that_of_rank_0(of_rank_1: Leases, tmp_path: Path) -> None:
+    left = Lease(str(tmp_path / "run"), Holder.here("job"))
+    left.acquire()
+    left.leave()
+    with pytest.raises(UsageError, match="is not the folder that rank 0 writes to"):
+        of_rank_1.find(Holder.here("job").name)
+    of_rank_1.find("")  # rank 0 could write none
+
+
+def test_a_folder_that_cannot_be_read_now_is_not_called_another_one(
+    of_rank_1: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(place: FolderPlace) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(FolderPlace, "read", read)
+    with pytest.raises(StoreFailure, match="cannot be read: Stale file handle"):
+        of_rank_1.find("name")
 
 
 def test_a_layout_tells_apart_which_elements_ranks_step() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from collections import Counter
@@ -28,8 +27,7 @@ from ..replication.agreement import gathered_by_store, merged, raise_on_all_rank
 from ..replication.interface import Endpoint, check_endpoints, of_local_rank, own_endpoint
 from ..replication.tcp import TcpTransport
 from ..replication.transports import TRANSPORTS
-from ..storage.lease import STALE_S, Holder, Lease
-from ..storage.lease_files import LEASE
+from ..storage.lease import STALE_S, Holder, Lease, name_in
 from ..storage.manifest import use_secret
 from ..storage.memory import MemoryStore
 from ..storage.small_files import read_secret, signed
@@ -45,7 +43,7 @@ RECOVERY_PATIENCE = 12
 """How many times `--moe-ckpt-timeout-s` a rank may take to read its state during a recovery."""
 
 SHARED_S = 60.0
-"""After which a network file system shows on every node what rank 0 has written, whatever it caches."""
+"""For how long other nodes may not see what rank 0 has written: caches of NFS keep what was not there for as long."""
 
 _KEPT = {"slot": "snapshots", "standby": "boundary logs and parked state"}
 
@@ -319,23 +317,33 @@ class Leases:
                 Lease(where, Holder.here(place.job_here, place.agent, agents), forced) for where in wanted.values()
             ]
 
-    def acquire(self) -> None:
-        """Take all of them, or none. Raises UsageError where another job has one."""
+    def acquire(self) -> str:
+        """Take all of them, or none. Raises UsageError where another job has one.
+
+        Returns:
+            The name of the one on the folder of snapshots; empty where this process has none on it.
+        """
         try:
             for lease in self._leases:
                 lease.acquire()
         except MoECheckpointError:
             self.release()
             raise
+        return self._leases[0].name if self._leases and self._durable else ""
 
-    def find(self) -> None:
-        """Whether this node has the folder of snapshots that rank 0 has acquired. Raises UsageError."""
-        where, until_s = self._durable, time.monotonic() + SHARED_S
-        while where and "://" not in where and not os.path.lexists(Path(where) / LEASE):
+    def find(self, name: str) -> None:
+        """Whether this node has the folder of snapshots on which rank 0 has a lease of that name, if it has one.
+
+        Raises:
+            UsageError: It has another folder.
+            StoreFailure: It cannot be read now.
+        """
+        where, until_s = self._durable or "", time.monotonic() + SHARED_S
+        while name and name_in(where) != name:
             if time.monotonic() > until_s:
                 raise UsageError(
                     f"--moe-ckpt-persist-dir {where} on {socket.gethostname()} is not the folder that rank 0 writes to:"
-                    " give one that all nodes share, or a URL: it has to outlive each of them"
+                    " give one that all nodes share, as it has to outlive each of them"
                 )
             time.sleep(0.1)
 

@@ -126,8 +126,8 @@ class ProtectedSession(Session):
         # Over the transport with the longest patience: rank 0 may have to watch a lease for a while.
         leases = self.leases = self._reaching(lambda: Leases(config, self.training.save, place, run))
         self.held.callback(lambda: leases.leave() if self._began else leases.release())
-        self._reaching(leases.acquire)
-        self._reaching(leases.find)
+        name = of_first(self.control, self._reaching(leases.acquire), str)
+        self._reaching(lambda: leases.find(name))
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         of_job = of_first(self.control, JobPlaces.of(places), JobPlaces)

@@ -128,10 +128,10 @@ def place_of(where: str) -> LeasePlace:
     return ObjectPlace(where)
 
 
-def decoded(content: bytes) -> Holder | None:
+def decoded(content: bytes | None) -> Holder | None:
     """Who has the lease with this content; None where it is none."""
     try:
-        return msgspec.json.decode(content, type=Holder)
+        return msgspec.json.decode(content or b"", type=Holder)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
@@ -139,9 +139,30 @@ def decoded(content: bytes) -> Holder | None:
 def holder_of(where: str) -> Holder | None:
     """Who has the lease of a folder or URL, dead or alive; None where nobody does, or it cannot be read."""
     with suppress(OSError, MoECheckpointError):
-        content = place_of(where).read()
-        return decoded(content) if content is not None else None
+        return decoded(place_of(where).read())
     return None
+
+
+def name_in(where: str) -> str:
+    """The name of who has the lease of a folder or URL, as this node sees it; empty: nobody. Raises StoreFailure and
+    UsageError where it cannot be read."""
+    with suppress(NotADirectoryError), _reading(where):
+        found = decoded(place_of(where).read())
+        return found.name if found is not None else ""
+    return ""
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except NotADirectoryError:
+        raise  # nobody can write there
+    except OSError as error:
+        kind = StoreFailure if error.errno in MAY_PASS else UsageError
+        raise kind(
+            f"{where}/{LEASE}, which says who writes there, cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def writer_of(where: str) -> str:
@@ -179,6 +200,11 @@ class Lease:
         self._thread.name = "moe-ckpt-lease"
         self.lost, self._is_told = "", False
 
+    @property
+    def name(self) -> str:
+        """Of this process in its file; empty while it has none."""
+        return self._own.name if self._thread.is_alive() else ""
+
     def acquire(self) -> None:
         """Take the lease and begin to renew it; waits for `STALE_S` at most where only watching tells.
 
@@ -190,13 +216,13 @@ class Lease:
         while True:
             begun_s = time.monotonic()
             try:
-                with self._reading():
+                with _reading(self._where):
                     content = self._place.read()
             except NotADirectoryError as error:
                 self._warn(error)
                 return
             took_s = time.monotonic() - begun_s
-            found = decoded(content) if content is not None else None
+            found = decoded(content)
             if content is None or self._is_free(found, is_quiet=content == seen and quiet_s >= STALE_S):
                 try:
                     if self._is_taken(content, found):
@@ -297,7 +323,7 @@ class Lease:
         is, once. Raises OSError and StoreFailure: nobody is known to have it, and the next beat tries again."""
         self._place.let_go()
         content = self._place.read()
-        found = None if content is None else decoded(content)
+        found = decoded(content)
         if content is None or (found is not None and found.name == self._own.name):
             self._place.take(self._content(self._own), content)
             return True  # where another was faster, the next beat reads of it
@@ -312,15 +338,3 @@ class Lease:
             return False
         self._thread.join(RENEW_S)
         return not self.lost
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except NotADirectoryError:
-            raise  # nobody can write there
-        except OSError as error:
-            kind = StoreFailure if error.errno in MAY_PASS else UsageError
-            raise kind(
-                f"{self._where}/{LEASE}, which says who writes there, cannot be read: {error.strerror or error}"
-            ) from error
