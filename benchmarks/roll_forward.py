@@ -14,6 +14,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ KINDS = {
     },
 }
 LAYOUT = {"NNODES": "2", "NPROC": "2", "PP": "2", "EP": "2"}
-STRUCK, WARM = 38, 25
-"""The iteration in which a rank of the first round is killed, 3 later in each that follows: elsewhere in a window; and
-after which all windows are whole."""
+FIRST, STRUCK = 26, 38
+"""The first iteration that is measured, in which all windows are whole, and that before which the last one is: so many
+that windows of each size are whole in between. In it a rank of the first round is killed, 3 later in each that follows:
+elsewhere in a window."""
 LOST, MEMORY = "MOE_CKPT_BENCHMARK_LOST", "MOE_CKPT_BENCHMARK_MEMORY"
 """Rank that loses its memory, and where that is."""
 
@@ -71,7 +73,8 @@ def job(kind: str, model: str, struck: int) -> dict[str, Any]:
     faults = () if kind == NONE else (f"1@{struck}:step",)
     own = LAYOUT | {"MOE_CKPT_SCRIPT": __file__, LOST: "1", MEMORY: "{folder}"}
     lines = under_faults(f"{model} --train-iters {struck + 4} {KINDS[kind]}", own, faults)
-    before = [line for line in lines if WARM < line.get("iteration", 0) < struck and not line.get("replayed")]
+    before = [line for line in takewhile(lambda line: "recovery" not in line, lines) if "iteration" in line]
+    before = [line for line in before if FIRST <= line["iteration"] < STRUCK]
     found: dict[str, Any] = {"iteration_s": statistics.median(line["iteration_time_s"] for line in before)}
     if kind == NONE:
         return found

@@ -130,5 +130,6 @@ def figure() -> Figure:
             "settled": at_least(given["active_at_least"], SETTLED), "window": WINDOW, "means": means,
             "lowest": min(means), "last": means[-1], "moetion": moetion,
             "most": [most_of(moetion["experts"], part) for part in (1.0, SETTLED)],
+            "ceiling": moetion["experts"] / run["topk"],
         },
     )  # fmt: skip

@@ -37,7 +37,7 @@ NOT_RECOMMENDED = {
     "`--moe-ckpt-strategy selective` where `full` fits": "sends 66.5 % of the bytes of `full`; iterations take 1.088 ±"
     " 0.267 of those with `full` ([three rounds](results/moetion-fig10.md))",
     "`--moe-ckpt-replicate gradients` with `selective`": "sends 24.6 % of the bytes; iterations take 1.060 ±"
-    " 0.256. With `full` it [pays](results/roll-forward.md) where a link is slow: a sixth of the bytes, and no replay",
+    " 0.256. With `full`: [what it sends and costs](results/roll-forward.md)",
     "`--moe-ckpt-copy-placement bubbles`": "28.0 % with both, more than without; iterations take 1.015 ± 0.297",
     "`--moe-ckpt-capacity-boost`": "nothing: no run with it is kept. 0 switches it off",
 }

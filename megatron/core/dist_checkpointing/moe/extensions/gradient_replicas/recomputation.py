@@ -93,7 +93,7 @@ def encode(manifest: Manifest, raw: memoryview, step: RecordedStep, followed: Co
 
 
 _BLOCK = 65536
-"""Elements that are looked at together: they stay in the cache, and gradients of more bits are known by the first."""
+"""Elements that are looked at together: they stay in the cache, and the first with more bits ends the look."""
 
 
 def _sent(shard: SteppedShard, gradients: memoryview, factors: Sequence[float]) -> tuple[str, float | None, memoryview]:

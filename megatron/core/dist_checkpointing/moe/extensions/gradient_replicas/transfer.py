@@ -24,7 +24,7 @@ class TransferCost:
     """Bytes of either transfer of one operator. Raises UsageError for fewer than 0 bytes.
 
     Gradients go as the optimizer reads them, after their reduction, unscaling and clipping: 4 bytes beside the 12 of
-    fp32 master weights and moments; where they were reduced in bf16 at most 2 are sent in the end. The factor of 5 in
+    fp32 master weights and moments; where bf16 and a factor have all bits, 2 are sent in the end. The factor of 5 in
     MOETION 5.2 is that of 2-byte gradients and 10 bytes of state.
     """
 
