@@ -22,7 +22,7 @@ ROWS = {
     "replay": "| all but the embedding |",
     "recovery": "| of that with new processes |",
     "replica_loss": "| until both train again, s |",
-    "roll_forward": "At nearly equal bytes (full, gradients and",
+    "roll_forward": "times the bytes of gradients, training is back",
     "localized_recovery": "| PP=2, EP=2 | detection until training is where it was, s |",
     "planned_kills": "| until training is back |",
     "memory_peaks": "beyond its imports",
