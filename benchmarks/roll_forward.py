@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
 from localized_recovery import recoveries
@@ -133,7 +133,7 @@ def page(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def lost() -> None:
+def lost() -> NoReturn:
     """What each rank runs: training, where the one that lost its memory begins without it."""
     if os.environ["RANK"] == os.environ[LOST] and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         slots = Path(os.environ[MEMORY]).rglob(f"slot-{int(os.environ['LOCAL_RANK']):03}")
@@ -141,10 +141,10 @@ def lost() -> None:
         shutil.rmtree(slot)
     sys.argv[0] = str(ROOT / "pretrain_gpt_moe.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
 
 
 if __name__ == "__main__":
     if LOST in os.environ:
         lost()
-    else:
-        start(main)
+    start(main)
