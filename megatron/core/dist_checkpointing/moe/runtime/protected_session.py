@@ -126,8 +126,9 @@ class ProtectedSession(Session):
         # Over the transport with the longest patience: rank 0 may have to watch a lease for a while.
         leases = self.leases = self._reaching(lambda: Leases(config, self.training.save, place, run))
         self.held.callback(lambda: leases.leave() if self._began else leases.release())
-        name = of_first(self.control, self._reaching(leases.acquire), str)
-        self._reaching(lambda: leases.find(name))
+        acquired = self._reaching(leases.acquire)
+        if config.persist_dir is not None:
+            self._reaching(partial(leases.find, of_first(self.control, acquired, str)))
         self._together(self._check_versions)
         # Nodes of all ranks: where replicas go and which copies are near depends on them, and so does all below.
         of_job = of_first(self.control, JobPlaces.of(places), JobPlaces)

@@ -221,8 +221,7 @@ class Lease:
             except NotADirectoryError as error:
                 self._warn(error)
                 return
-            took_s = time.monotonic() - begun_s
-            found = decoded(content)
+            took_s, found = time.monotonic() - begun_s, decoded(content)
             if content is None or self._is_free(found, is_quiet=content == seen and quiet_s >= STALE_S):
                 try:
                     if self._is_taken(content, found):
