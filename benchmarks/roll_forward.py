@@ -73,8 +73,8 @@ def job(kind: str, model: str, struck: int) -> dict[str, Any]:
     faults = () if kind == NONE else (f"1@{struck}:step",)
     own = LAYOUT | {"MOE_CKPT_SCRIPT": __file__, LOST: "1", MEMORY: "{folder}"}
     lines = under_faults(f"{model} --train-iters {struck + 4} {KINDS[kind]}", own, faults)
-    before = [line for line in takewhile(lambda line: "recovery" not in line, lines) if "iteration" in line]
-    before = [line for line in before if FIRST <= line["iteration"] < STRUCK]
+    undisturbed = takewhile(lambda line: "recovery" not in line, lines)
+    before = [line for line in undisturbed if FIRST <= line.get("iteration", 0) < STRUCK]
     found: dict[str, Any] = {"iteration_s": statistics.median(line["iteration_time_s"] for line in before)}
     if kind == NONE:
         return found
@@ -93,6 +93,7 @@ def page(result: dict[str, Any]) -> list[str]:
     rounds: Sequence[dict[str, Any]] = result["rounds"]
     kinds = [kind for kind in KINDS if kind in rounds[0] and kind != NONE]
     plain = [one[NONE]["iteration_s"] for one in rounds]
+    sent = {kind: statistics.fmean(one[kind]["sent"] for one in rounds) for kind in kinds}
     lines = [
         *BENCHMARK.head("Gradients that are rolled forward, and windows that are replayed"),
         f"4 processes on 2 played nodes (PP=2, EP=2) {where(result)}; {len(rounds)} jobs of each kind. Gradients are"
@@ -106,10 +107,9 @@ def page(result: dict[str, Any]) -> list[str]:
     for kind in kinds:
         of = [one[kind] for one in rounds]
         ratios = [one[kind]["iteration_s"] / base for one, base in zip(rounds, plain, strict=True)]
-        sent, again = (statistics.fmean(one[name] for one in of) for name in ("sent", "again"))
+        again = statistics.fmean(one["again"] for one in of)
         times = (spread([one[name] for one in of], 2) for name in ("again_s", "back_s"))
-        lines.append(row(kind, f"{sent / 1e6:.2f}", spread(ratios), f"{again:.1f}", *times))
-    sent = {kind: statistics.fmean(one[kind]["sent"] for one in rounds) for kind in kinds}
+        lines.append(row(kind, f"{sent[kind] / 1e6:.2f}", spread(ratios), f"{again:.1f}", *times))
 
     def over(other: str, name: str) -> str:
         return spread([one[FOLLOWED][name] / one[other][name] for one in rounds], 2)
