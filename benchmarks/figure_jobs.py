@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, machine, start, under_faults
+from harness import RESULTS, after, machine, start, under_faults
 
 EXPERTS, TOPK = 64, 6
 K, FIRST = 2, 8
@@ -43,7 +43,7 @@ def active_experts(turns: int, quick: bool) -> dict[str, Any]:
     lines = metrics(6 if quick else 150, counting, model, {"NPROC": "2", "PP": "1", "EP": "2"})
     tokens = {int(at): rows for line in lines for at, rows in (line.get("expert_tokens") or {}).items()}
     texts = [[" ".join(map(str, row)) for row in tokens[at]] for at in sorted(tokens)]
-    return {"machine": machine(), "experts": EXPERTS, "topk": TOPK, "flags": model.split(), "tokens": texts}
+    return {"experts": EXPERTS, "topk": TOPK, "flags": model.split(), "tokens": texts}
 
 
 def tokens_at_risk(turns: int, quick: bool) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def selective_ablation(turns: int, quick: bool) -> dict[str, Any]:
         budget = budget or int(SHARE * row["full"]["copied"])
         own = f"selective --moe-ckpt-budget-local {budget} --moe-ckpt-budget-remote {budget}"
         rounds.append(row | {name: run(f"{own} {ADDED[name]}") for name in list(ADDED)[2 * quick :]})
-    return {"machine": machine(), "layout": layout, "iterations": iterations, "budget_bytes": budget, "rounds": rounds}
+    return {"layout": layout, "iterations": iterations, "budget_bytes": budget, "rounds": rounds}
 
 
 JOBS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
@@ -109,13 +109,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"of {', '.join(JOBS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="a few iterations: shows that it runs")
-    parser.add_argument("--turns", type=int, default=3, help="rounds of selective_ablation (%(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="rounds of selective_ablation (%(default)s)")
     parser.add_argument("--write", action="store_true", help="keep the data")
     arguments = parser.parse_args()
     if unknown := set(arguments.jobs) - set(JOBS):
         parser.error(f"no such job: {', '.join(sorted(unknown))}")
     for name in arguments.jobs or JOBS:
-        text = json.dumps(JOBS[name](arguments.turns, arguments.quick), indent=1)
+        about = machine()
+        found = JOBS[name](arguments.turns, arguments.quick)
+        text = json.dumps({"machine": after(about)} | found, indent=1)
         print(f"{name}: {len(text)} characters of data")
         if arguments.write:
             folder = RESULTS if name == "tokens_at_risk" else Path(__file__).parent / "results"

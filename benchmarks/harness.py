@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from reproduce.machine import after, machine, where  # noqa: E402, F401
+
 RESULTS = ROOT / "docs" / "results"
 SETTINGS = "MOE_CKPT_BENCHMARK"
 """Environment variable in which ranks get what to measure, and where rank 0 leaves the result."""
@@ -70,8 +71,8 @@ class Benchmark:
             result: dict[str, Any] = json.loads(self.data.read_text())
         else:
             about = machine()
-            result = {"machine": about} | measure(arguments.turns, arguments.quick)
-            about["load_after"] = os.getloadavg()[0]
+            found = measure(arguments.turns, arguments.quick)
+            result = {"machine": after(about)} | found
         lines = list(report(result))
         print("\n".join(lines))
         if arguments.write:
@@ -88,45 +89,6 @@ class Benchmark:
         """The first lines of its page."""
         made = f"Made by `benchmarks/{self.name}.py --write`; all is in `benchmarks/results/{self.name}.json`."
         return [f"# {title}", "", f"{made} Medians, and in brackets quartiles.", ""]
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on, and how busy it was."""
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
-        "kernel": platform.release(),
-        "torch": version("torch"),
-        "megatron_core": version("megatron-core"),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "load_before": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    """Of the sources that run, with `-dirty` where they were changed, as `git describe` has it; "" without git."""
-    asked = (
-        ["rev-parse", "--short", "HEAD"],
-        ["status", "--porcelain", "-uno", "--", ".", ":!docs", ":!benchmarks/results"],
-    )
-    head, changed = (subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True) for words in asked)
-    return head.stdout.strip() + ("-dirty" if changed.stdout else "")
-
-
-def where(result: Mapping[str, Any]) -> str:
-    """The machine, for people."""
-    about = result["machine"]
-    loads = " and ".join(f"{about[f'load_{at}']:.1f} {at}" for at in ("before", "after") if f"load_{at}" in about)
-    commit = "".join(
-        f", {prefix}{about[key]}" for key, prefix in (("commit", "commit "), ("date", "")) if about.get(key)
-    )
-    return (
-        f"on {about['cores']} cores ({about['cpu']}), torch {about['torch']}, Megatron-Core {about['megatron_core']}"
-        f"{commit}; one-minute load {loads}, the benchmark's own included"
-    )
 
 
 def needs_gb(needed: float) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import ENDLESS, Benchmark, BenchmarkJob, row, rule, run_ranks, start, where
+from harness import ENDLESS, Benchmark, BenchmarkJob, row, rule, run_ranks, spread, start, where
 
-BENCHMARK = Benchmark("memory_peaks", 1, "memory-peaks.md")
+BENCHMARK = Benchmark("memory_peaks", 3, "memory-peaks.md")
 LAYOUT = {"NPROC": "2", "PP": "1", "EP": "2"}
 LARGE = (
     f"{ENDLESS} --num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024"
@@ -122,18 +122,21 @@ def _peak_of_command(*arguments: object, code: int = 0) -> float:
 
 def page(result: dict[str, Any]) -> list[str]:
     """The page, as lines."""
-    convert = result["convert"]
+    converted, jobs = result["convert"], result["dense"]
+    convert = converted[0]
     lines = [
         *BENCHMARK.head("Peak resident memory"),
-        f"Measured {where(result)}. MB beyond what was resident before, by the kernel's high-water mark.",
+        f"Measured {where(result)}; n = {len(jobs)}. MB beyond what was resident before, by the"
+        " kernel's high-water mark.",
         "",
         row("rank", "state", "save", "of the state", "restore", "of the state"),
         rule(6),
     ]
-    for number, rank in enumerate(result["dense"]):
-        state, save, restore = rank["state_mb"], rank["save_mb"], rank["restore_mb"]
-        cells = (f"{save:.0f}", f"{save / state:.2f}", f"{restore:.0f}", f"{restore / state:.2f}")
-        lines.append(row(number, f"{state:.0f}", *cells))
+    for number, runs in enumerate(zip(*jobs, strict=True)):
+        cells = [f"{runs[0]['state_mb']:.0f}"]
+        for what in ("save_mb", "restore_mb"):
+            cells += [spread([run[what] for run in runs], 0), spread([run[what] / run["state_mb"] for run in runs], 2)]
+        lines.append(row(number, *cells))
     return [
         *lines,
         "",
@@ -141,15 +144,19 @@ def page(result: dict[str, Any]) -> list[str]:
         " data-parallel ranks.",
         "",
         f"Converting {convert['weights_mb']:.0f} MB of weights in files of {convert['file_mb']:.0f} MB, of which the"
-        f" largest tensor has {convert['largest_tensor_mb']:.0f}: `--from hf` takes {convert['from_hf_mb']:.0f} MB"
-        f" beyond its imports, `--to hf` {convert['to_hf_mb']:.0f} MB. Pages of mapped files count, which the kernel"
+        f" largest tensor has {convert['largest_tensor_mb']:.0f}: `--from hf` takes"
+        f" {spread([one['from_hf_mb'] for one in converted], 0)} MB beyond its imports, `--to hf`"
+        f" {spread([one['to_hf_mb'] for one in converted], 0)} MB. Pages of mapped files count, which the kernel"
         " can drop.",
     ]
 
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
-    """All of it, once."""
-    return {"convert": conversions(quick), "dense": in_job(SMALL if quick else LARGE)}
+    """All of it, so many times."""
+    return {
+        "convert": [conversions(quick) for _ in range(turns)],
+        "dense": [in_job(SMALL if quick else LARGE) for _ in range(turns)],
+    }
 
 
 def main() -> int:

@@ -21,28 +21,36 @@ from typing import Any, NoReturn
 from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
 from localized_recovery import recoveries
 
-BENCHMARK = Benchmark("roll_forward", 5, "roll-forward.md")
+BENCHMARK = Benchmark("roll_forward", 4, "roll-forward.md")
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --moe-ffn-hidden-size 512 --num-experts 8"
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --moe-ffn-hidden-size 256 --num-experts 16"
     f" --seq-length 128 --micro-batch-size 1 --global-batch-size 16 {UNTIED} {STEADY}"
 )
-SMALL = f"--num-layers 4 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 8 {STEADY}"
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-experts 16 --seq-length 32 --micro-batch-size 1 --global-batch-size 8"
+    f" {UNTIED} {STEADY}"
+)
 IN_BF16 = "--bf16 --grad-reduce-in-bf16"
 REPLICAS, GRADIENTS = "--moe-ckpt-replicas 1", "--moe-ckpt-replicate gradients"
+GLOBAL = " --moe-ckpt-recovery global"
 NONE, FULL, FOLLOWED = "none", "full", "full, gradients"
-WINDOWS = (4, 12)
+WINDOWS = (6, 18)
+"""On both sides of the bytes of gradients, the second close to them."""
 KINDS = {
     NONE: "",
     FULL: f"--moe-ckpt-strategy full {REPLICAS}",
     FOLLOWED: f"--moe-ckpt-strategy full {REPLICAS} {GRADIENTS}",
     **{
-        f"sparse, window {window}": f"--moe-ckpt-strategy sparse --moe-ckpt-window {window} {REPLICAS}"
-        " --moe-ckpt-recovery global"
-        for window in WINDOWS
+        f"sparse, window {window}, {told}": f"--moe-ckpt-strategy sparse --moe-ckpt-window {window} {REPLICAS}{scope}"
+        for window, told, scope in (
+            (WINDOWS[0], "all stages", GLOBAL),
+            (WINDOWS[1], "all stages", GLOBAL),
+            (WINDOWS[1], "struck stage", ""),
+        )
     },
 }
 LAYOUT = {"NNODES": "2", "NPROC": "2", "PP": "2", "EP": "2"}
-FIRST, STRUCK = 26, 38
+FIRST, STRUCK, QUICK = 26, 44, (10, 16)
 """The first iteration that is measured, in which all windows are whole, and that before which the last one is: so many
 that windows of each size are whole in between. In it a rank of the first round is killed, 3 later in each that follows:
 elsewhere in a window."""
@@ -57,28 +65,35 @@ def main() -> int:
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
     """Of each job in each round its bytes, its iterations and its recovery; quick: a tiny model, one window."""
-    kinds = [NONE, FOLLOWED, f"sparse, window {WINDOWS[0]}"] if quick else list(KINDS)
-    model = SMALL if quick else MODEL
+    kinds = [NONE, FOLLOWED, list(KINDS)[3]] if quick else list(KINDS)
+    model, (first, struck) = (SMALL, QUICK) if quick else (MODEL, (FIRST, STRUCK))
     rounds = []
     for index in range(turns):
         rounds.append(
-            {kind: job(kind, f"{model} {IN_BF16}", STRUCK + 3 * index) for kind in kinds[:: 1 if index % 2 else -1]}
+            {
+                kind: job(kind, f"{model} {IN_BF16}", (first, struck), struck + 3 * index)
+                for kind in kinds[:: 1 if index % 2 else -1]
+            }
         )
         print(f"round {index + 1} of {turns}", flush=True)
     return {"model": model, "rounds": rounds}
 
 
-def job(kind: str, model: str, struck: int) -> dict[str, Any]:
-    """A job that is struck once, in this iteration, if it is protected."""
+def job(kind: str, model: str, span: tuple[int, int], struck: int) -> dict[str, Any]:
+    """A job that is struck once, in this iteration, if it is protected. span: the first iteration that is measured, and
+    that after the last one."""
     faults = () if kind == NONE else (f"1@{struck}:step",)
     own = LAYOUT | {"MOE_CKPT_SCRIPT": __file__, LOST: "1", MEMORY: "{folder}"}
     lines = under_faults(f"{model} --train-iters {struck + 4} {KINDS[kind]}", own, faults)
     undisturbed = takewhile(lambda line: "recovery" not in line, lines)
-    before = [line for line in undisturbed if FIRST <= line.get("iteration", 0) < STRUCK]
+    trained = (line for line in undisturbed if not line.get("replayed"))  # replays are told before their recovery is
+    before = [line for line in trained if span[0] <= line.get("iteration", 0) < span[1]]
+    if len(before) != span[1] - span[0]:
+        raise SystemExit(f"{len(before)} iterations were measured, not {span[1] - span[0]}")
     found: dict[str, Any] = {"iteration_s": statistics.median(line["iteration_time_s"] for line in before)}
     if kind == NONE:
         return found
-    (recovery,) = recoveries(lines, "global")
+    (recovery,) = recoveries(lines, "local" if kind.endswith("struck stage") else "global")
     (parts,) = (line["recovery"]["parts"] for line in lines if "recovery" in line)
     return found | {
         "sent": statistics.fmean(line["replicated_bytes"] for line in before),

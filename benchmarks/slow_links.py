@@ -177,7 +177,8 @@ def page(result: dict[str, Any]) -> list[str]:
         snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
         again = lost(rounds, "sparse", "again_s") or [0.0]
         restart = lost(rounds, "full", "restart_s") + lost(rounds, "sparse", "restart_s") or [0.0]
-        window = rounds[-1]["sparse"]["window"]
+        windows = sorted({one["sparse"]["window"] for one in rounds})
+        window = " to ".join(str(end) for end in dict.fromkeys((windows[0], windows[-1])))
         lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))
         snapshot, overhead, base = (statistics.median(each) for each in (snapshots, overheads, restart))
         cells, differences = [], []
@@ -194,7 +195,12 @@ def page(result: dict[str, Any]) -> list[str]:
         apart.append(row(ratio, *differences))
     lines += ["", "ETTR from these medians, time between failures in iterations:", "", *table, ""]
     count = len(next(iter(result["links"].values())))
-    lines += [f"`sparse` less `full`, each of {count} rounds by its own costs, mean and half of its 95 % interval:", ""]
+    lines += [
+        f"`sparse` less `full`, each of {count} rounds by its own costs and the median restart, mean and half"
+        " of its 95 % interval. A cost below zero, which is noise, counts as none. The interval of `full` is the"
+        " best for its costs, while `sparse` snapshots in each iteration, all of the state with windows of 1:",
+        "",
+    ]
     lines += [*apart, ""]
     for mtbf, found in ahead.items():
         told = "; ".join(f"{name} at {', '.join(ratios) or 'no ratio'}" for name, ratios in found.items())

@@ -99,6 +99,7 @@ def figure() -> Figure:
         ),
         draw,
         (Fact("Recoveries of full, r = 1, from storage where failures are correlated", worst, "share"),),
+        {"gpus": GPUS, "seeds": SEEDS, "faults": FAULTS_PER_RUN},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from .figure import BENCHMARKS, Figure, lines, measured, published
+from .machine import where
 from .skewness import skewness
 
 FILE, COMMAND = "active_experts.json", "python benchmarks/figure_jobs.py active_experts --write"
@@ -126,7 +127,8 @@ def figure() -> Figure:
         ),
         draw,
         values={
-            "command": COMMAND, "iterations": iterations, "run": run, "routed": routed, "given": given,
+            "command": COMMAND, "where": where(run), "iterations": iterations,
+            "run": run, "routed": routed, "given": given,
             "settled": at_least(given["active_at_least"], SETTLED), "window": WINDOW, "means": means,
             "lowest": min(means), "last": means[-1], "moetion": moetion,
             "most": [most_of(moetion["experts"], part) for part in (1.0, SETTLED)],

@@ -6,10 +6,12 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from statistics import fmean
 from typing import Any
+
+from moe_ckpt.simulator.events import Estimate, estimate
 
 from .figure import Figure, measured
 
@@ -43,14 +45,25 @@ def means(name: str) -> dict[str, float]:
     return {what: fmean(run[what] for run in own) for what in ("loss", "plt", "snapshot", *TASKS)}
 
 
-def deviation() -> tuple[float, float]:
-    """Least and most by which a partial run's mean of both tasks is above the baseline's."""
+def of_seeds(name: str) -> dict[int, dict[str, Any]]:
+    """The runs of one name."""
+    return {run["seed"]: run for run in runs() if run["name"] == name}
 
-    def score(name: str) -> float:
-        return fmean(means(name)[task] for task in TASKS)
 
-    off = [score(name) - score("full") for name in present() if SERIES[name] in ("W", "O", "WO")]
-    return min(off), max(off)
+def told(some: Iterable[Mapping[str, Any]]) -> str:
+    """Of which seeds and commits these runs of the campaign are, for a person."""
+    made: dict[str, set[int]] = {}
+    for run in some:
+        made.setdefault(run["made"], set()).add(run["seed"])
+    texts = (f"seeds {', '.join(map(str, sorted(seeds)))}, {commit}" for commit, seeds in made.items())
+    return f"[Runs of the campaign](accuracy-campaign.md): {'; '.join(texts)}"
+
+
+def off(name: str) -> tuple[Estimate, Estimate]:
+    """How far runs are off the baseline of their seeds: the loss as a share, the mean of both tasks in points."""
+    pairs = [(run, of_seeds("full")[seed]) for seed, run in of_seeds(name).items()]
+    points = [100 * fmean(one[task] - other[task] for task in TASKS) for one, other in pairs]
+    return estimate([one["loss"] / other["loss"] - 1 for one, other in pairs]), estimate(points)
 
 
 def present() -> Sequence[str]:
@@ -61,7 +74,11 @@ def present() -> Sequence[str]:
 
 def figure() -> Figure:
     """Curves and table."""
-    (low, high), found = deviation(), {name: means(name) for name in present()}
+    found = {name: means(name) for name in present()}
+    losses, tasks = ({name: off(name)[which] for name in found} for which in (0, 1))
+    partial = [tasks[name] for name in found if SERIES[name] in ("W", "O", "WO")]
+    low, high = min(one.mean for one in partial), max(one.mean for one in partial)
+    beyond = sum(abs(one.mean) > one.half_width for one in partial)
     curves = {name: curve(name) for name in found}
 
     def draw(axes: list[Any]) -> None:
@@ -72,11 +89,13 @@ def figure() -> Figure:
 
     return Figure(
         "moc_fig14",
-        {"runs": found, "curves": curves, "deviation": [low, high]},
+        {"runs": found, "curves": curves, "deviation": [low / 100, high / 100]},
         (
             ((SERIES[name], one["snapshot"], one["plt"], f"{one['loss']:.4f}",
-                  *(f"{100 * one[task]:.2f}" for task in TASKS)) for name, one in found.items()),
+              f"{losses[name].mean:+.2%} ± {losses[name].half_width:.2%}",
+              *(f"{100 * one[task]:.2f}" for task in TASKS),
+              f"{tasks[name].mean:+.2f} ± {tasks[name].half_width:.2f}") for name, one in found.items()),
         ),
         draw,
-        values={"low": 100 * low, "high": 100 * high},
+        values={"low": low, "high": high, "beyond": beyond or "none", "runs": told(runs())},
     )  # fmt: skip

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.moe.types import Copy, Inventory, Lost, Sn
 from moe_ckpt.simulator.driver import Driver, layer_job
 
 from .figure import Figure, bars, lines, measured
+from .machine import where
 from .moc_fig5 import COMMAND, EXPERTS, FILE, ITERATIONS, TOKENS, TOPK
 
 INTERVAL = 32
@@ -116,5 +117,8 @@ def figure() -> Figure:
                   one.last_snapshot) for one in runs()),
         ),
         draw,
-        values={"experts": EXPERTS, "interval": INTERVAL, "iterations": ITERATIONS},
+        values={
+            "where": where(measured(FILE, COMMAND)), "experts": EXPERTS, "interval": INTERVAL,
+            "iterations": ITERATIONS,
+        },
     )  # fmt: skip

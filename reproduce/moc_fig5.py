@@ -15,6 +15,8 @@ from moe_ckpt.simulator.driver import Driver, layer_job
 
 from .figure import Figure, lines, measured
 from .figures import RESULTS
+from .machine import where
+from .moc_fig14 import told
 
 EXPERTS, TOPK, TOKENS, ITERATIONS = 16, 1, 16_384, 1024
 """Of a layer, tokens of an iteration, and iterations of the training; all experts are alike."""
@@ -60,11 +62,15 @@ def losses() -> tuple[LossPoint, ...]:
         }
         for run in paired
     ]  # fmt: skip
-    found = list(_points(runs))
-    if (RESULTS / CAMPAIGN).exists():
-        lossy = ("fault-free", "pec", "selective")
-        found += _points([run for run in measured(CAMPAIGN, "")["runs"] if run["name"].startswith(lossy)])
-    return tuple(found)
+    return (*_points(runs), *_points(campaign()))
+
+
+@cache
+def campaign() -> list[dict[str, Any]]:
+    """Runs of the campaign that lose something, and those without faults; none where there was no campaign."""
+    lossy = ("fault-free", "pec", "selective")
+    found = measured(CAMPAIGN, "")["runs"] if (RESULTS / CAMPAIGN).exists() else []
+    return [run for run in found if run["name"].startswith(lossy)]
 
 
 def _points(runs: list[dict[str, Any]]) -> list[LossPoint]:
@@ -103,6 +109,8 @@ def figure() -> Figure:
         ),
         draw,
         values={
+            "where": where(measured(FILE, COMMAND)),
+            "runs": told(campaign()),
             "experts": EXPERTS,
             "iterations": ITERATIONS,
             "two_in_32": plt(2, 32),

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from .figure import Figure, bars, measured, published
+from .machine import where
 
 FILE, COMMAND = "fine-tuning.json", "python examples/accuracy/fine_tuning.py"
 BASE, FROZEN, FULL, PARTIAL = "Base", "FT-w.o.E", "FT-Full", "FT-PEC"
@@ -75,7 +76,7 @@ def figure() -> Figure:
         ),
         lambda axes: bars(axes[0], list(found), losses, ylabel="validation loss (nats/byte)"),
         values={
-            "made": made, "order": ", ".join(order), "negation": "" if same else "not ",
+            "made": made, "where": where(made), "order": ", ".join(order), "negation": "" if same else "not ",
             "partial": differences()[-1][1], "chance": 200 * noise(),
             "largest": max(100 * abs(one[2]) for one in differences()),
         },

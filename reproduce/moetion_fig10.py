@@ -14,6 +14,7 @@ from typing import Any
 from moe_ckpt.simulator.events import estimate
 
 from .figure import BENCHMARKS, Figure, bars, measured, published
+from .machine import where
 
 FILE, COMMAND = "selective_ablation.json", "python benchmarks/figure_jobs.py selective_ablation --write"
 FULL, SELECTION, REDUNDANCY, GRADIENTS, BUBBLES = "full", "selection", "redundancy", "gradients", "bubbles"
@@ -110,7 +111,9 @@ def figure() -> Figure:
         ),
         lambda axes: bars(axes[0], list(named), series, ylabel="MB of a snapshot of one rank"),
         values={
-            "command": COMMAND, "given": given, "in_bubbles_mb": in_bubbles() / 1000000.0, "rounds": len(rounds()),
+            "command": COMMAND,
+            "where": where(measured(FILE, COMMAND, BENCHMARKS)), "given": given,
+            "in_bubbles_mb": in_bubbles() / 1000000.0, "rounds": len(rounds()),
             "shorter": ", ".join(one.name for one in found.values() if one.is_shorter) or "no technique",
         },
     )  # fmt: skip

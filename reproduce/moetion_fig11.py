@@ -7,6 +7,7 @@ from functools import cache
 from statistics import fmean
 
 from .figure import Figure, lines, measured, published
+from .machine import where
 
 FILE, COMMAND = "tokens_at_risk.json", "python benchmarks/figure_jobs.py tokens_at_risk --write"
 
@@ -52,5 +53,5 @@ def figure() -> Figure:
                 ),
         ),
         lambda axes: lines(axes[0], at, series, xlabel="iteration", ylabel=label, ylim=(0, None)),
-        values={"command": COMMAND},
+        values={"command": COMMAND, "where": where(measured(FILE, COMMAND))},
     )  # fmt: skip

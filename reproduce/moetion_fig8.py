@@ -11,25 +11,26 @@ from functools import cache
 from typing import Any
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from moe_ckpt.simulator.events import Estimate, estimate
 
 from .figure import Figure, measured, published
-from .moc_fig14 import COMMAND, FILE, curve, runs
+from .moc_fig14 import COMMAND, FILE, curve, runs, told
 
 FAULT_FREE, SELECTIVE = "fault-free", "selective"
 
 
 @dataclass(frozen=True)
 class AfterFault:
-    """What the evaluations between a fault and the next one say: (iterations after the fault, loss above that of the
-    run without faults, nats per byte), in order."""
+    """What the evaluations between a fault and the next one say: (iterations after the fault, by how much the loss is
+    above that of the run without faults, nats per byte), in order."""
 
     iteration: int
-    above: tuple[tuple[int, float], ...]
+    above: tuple[tuple[int, Estimate], ...]
 
     @property
     def highest(self) -> float:
         """Of all evaluations."""
-        return max(loss for _, loss in self.above)
+        return max(loss.mean for _, loss in self.above)
 
 
 @cache
@@ -38,16 +39,19 @@ def faults() -> tuple[int, ...]:
     return tuple(int(kill.partition("@")[2].partition(":")[0]) for kill in measured(FILE, COMMAND)["kills"])
 
 
-def above() -> list[tuple[int, float]]:
-    """By iteration, how far the mean loss is above that of the runs without faults.
+def above() -> list[tuple[int, Estimate]]:
+    """By iteration, how far losses are above those of the runs without faults from the same seeds.
 
     Raises:
         UsageError: Where none was trained under `selective`.
     """
     if SELECTIVE not in {run["name"] for run in runs()}:
         raise UsageError(f"{FILE} has no run of {SELECTIVE}: `{COMMAND}` without --only makes it")
-    reference = dict(curve(FAULT_FREE))
-    return [(at, loss - reference[at]) for at, loss in curve(SELECTIVE)]
+    without, found = (
+        {run["seed"]: dict(run["validation"]) for run in runs() if run["name"] == name}
+        for name in (FAULT_FREE, SELECTIVE)
+    )
+    return [(at, estimate([found[seed][at] - without[seed][at] for seed in found])) for at, _ in curve(SELECTIVE)]
 
 
 @cache
@@ -61,6 +65,16 @@ def after_faults() -> tuple[AfterFault, ...]:
     return tuple(one for one in found if one.above)
 
 
+def numbers(loss: Estimate) -> tuple[float, float]:
+    """The mean, and half of its interval."""
+    return loss.mean, loss.half_width
+
+
+def shown(loss: Estimate) -> str:
+    """With half of its interval."""
+    return f"{loss.mean:+.4f} ± {loss.half_width:.4f}"
+
+
 def figure() -> Figure:
     """The curves, and what the text says of them."""
     given, (last, left), after = published("moetion")["fig8"], above()[-1], after_faults()
@@ -72,7 +86,7 @@ def figure() -> Figure:
     def draw(axes: list[Any]) -> None:
         for name, points in curves.items():
             axes[0].plot(*zip(*points, strict=True), label=name)
-        axes[1].plot(*zip(*above(), strict=True), color="tab:orange")
+        axes[1].plot(*zip(*((at, one.mean) for at, one in above()), strict=True), color="tab:orange")
         axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
         axes[1].set(xlabel="iteration", ylabel="above the run without faults")
         for axis in axes:
@@ -84,18 +98,21 @@ def figure() -> Figure:
         "moetion_fig8",
         {
             "curves": curves,
-            "faults": [{"iteration": one.iteration, "above": one.above} for one in after],
+            "faults": [
+                {"iteration": one.iteration, "above": [(at, *numbers(loss)) for at, loss in one.above]}
+                for one in after
+            ],
             "highest": highest,
             "published": given,
         },
         (
-            ((one.iteration, ", ".join(f"{loss:+.4f} ({later} later)" for later, loss in one.above)) for one in after),
+            ((one.iteration, ", ".join(f"{shown(loss)} ({at} later)" for at, loss in one.above)) for one in after),
             (
                     ("loss above the run without faults, at most", f"{highest:+.4f}", f"{given['above_at_most']:g}"),
-                    (f"at the end, {last - faults()[-1]} iterations after the last fault", f"{left:+.4f}",
+                    (f"at the end, {last - faults()[-1]} iterations after the last fault", shown(left),
                      "comparable"),
                 ),
         ),
         draw,
-        values={"share": share},
+        values={"share": share, "runs": told(runs())},
     )  # fmt: skip

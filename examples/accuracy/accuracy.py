@@ -10,11 +10,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from demo_jobs import DemoRun, Size, train
+from demo_jobs import DemoRun, Size, after, machine, train, where
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,11 +41,11 @@ def main() -> int:
     size = _size(40, 10, 2) if arguments.quick else _size(200, 25, 20)
     with tempfile.TemporaryDirectory(prefix="accuracy-") as folder:
         results = Path(folder) if arguments.quick else RESULTS
-        runs = []
+        about, runs = machine(), []
         for name, flags in FLAGS.items():
             runs.append(train(SEED, name, size, Path(folder), flags))
             print(f"{name}: {runs[-1]}", flush=True)
-        write(runs, size, results)
+        write(runs, size, after(about), results)
         print((results / "accuracy.md").read_text())
     failures = list(broken(runs))
     print("\n".join(failures) or "Exact where it must be.")
@@ -70,22 +71,25 @@ def broken(runs: Sequence[DemoRun]) -> Iterator[str]:
         yield "sparse: nothing was replayed, so nothing was shown"
 
 
-def write(runs: Sequence[DemoRun], size: Size, folder: Path) -> None:
+def write(runs: Sequence[DemoRun], size: Size, about: Mapping[str, Any], folder: Path) -> None:
     """Figures as JSON, as a picture and as a page."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = {"size": asdict(size), "seed": SEED, "runs": [asdict(run) for run in runs]}
+    data = {"machine": about, "size": asdict(size), "seed": SEED, "runs": [asdict(run) for run in runs]}
     (folder / "accuracy.json").write_text(json.dumps(data) + "\n")
-    (folder / "accuracy.md").write_text(page(runs, size))
+    (folder / "accuracy.md").write_text(page(runs, size, about))
     plot(runs, folder / "accuracy.png")
 
 
-def page(runs: Sequence[DemoRun], size: Size) -> str:
+def page(runs: Sequence[DemoRun], size: Size, about: Mapping[str, Any]) -> str:
     """The results for people."""
     head = "| strategy | trained again | of these replayed | mean snapshot | lost tokens | validation loss | losses |"
     rows = [_row(run, runs[0]) for run in runs]
     table = "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
     points = ", ".join(f"`{fault}`" for fault in size.faults)
-    return _PAGE.format(table=table, iterations=size.iterations, points=points, full=FULL_INTERVAL, window=WINDOW)
+    return _PAGE.format(
+        table=table, iterations=size.iterations, points=points, full=FULL_INTERVAL, window=WINDOW,
+        where=where({"machine": about}),
+    )  # fmt: skip
 
 
 def _row(run: DemoRun, reference: DemoRun) -> str:
@@ -106,6 +110,7 @@ The demo model (GPT-MoE with 4 layers, 8 experts, top 2; PP=2 x EP=2 in 4 proces
 iterations of 2048 bytes of Python's standard library. Four times a process gets SIGKILL and torchrun restarts the job:
 {points} (rank@iteration:phase). The memory of the node survives. `full` snapshots everything every {full} iterations,
 `pec` one expert per layer and all else in each iteration, `sparse` each operator once in a window of {window}.
+Measured {where}.
 
 {table}
 

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from demo_jobs import DemoRun, Size, train  # noqa: E402
+from demo_jobs import DemoRun, Size, machine, train  # noqa: E402
 from tasks import CHANCE  # noqa: E402
 
 from moe_ckpt.simulator.events import estimate  # noqa: E402
@@ -58,6 +58,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 EXACT = (FULL, "sparse")
 RELEASE = f"torch {version('torch')} and Megatron-Core {version('megatron-core')}"
+UNKNOWN = "a release that was not recorded"
 RESOLUTION = 0.003
 """Half of the interval of a loss that the campaign is after."""
 
@@ -126,7 +127,7 @@ def published(folder: Path, scale: Scale) -> dict[tuple[int, str], dict[str, Any
 
 def one_release(runs: Sequence[Mapping[str, Any]]) -> None:
     """Raise SystemExit where runs of one seed, which are compared bit by bit, are of several releases."""
-    releases = {run.get("release", "a release that was not recorded") for run in runs}
+    releases = {run.get("release", UNKNOWN) for run in runs}
     if len(releases) > 1:
         raise SystemExit(f"runs of seed {runs[0]['seed']} are of {' and of '.join(sorted(releases))}: give another one")
 
@@ -198,11 +199,12 @@ def asked(
 def described(run: DemoRun, name: str, shares: Mapping[str, float]) -> dict[str, Any]:
     """What is kept of a run. losses: a digest of the last loss of each iteration; repeated: whether iterations that
     were trained again had the same loss each time."""
-    last = dict(run.losses)
+    last, about = dict(run.losses), machine()
     return {
         "seed": run.seed,
         "name": name,
         "release": RELEASE,
+        "made": f"commit {about['commit']}, {about['date']}",
         "faults": len(run.recoveries),
         "plt": run.plt,
         "snapshot": run.mean_snapshot,
@@ -315,10 +317,10 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
         needed = seeds_needed(changes(runs, name, "loss")) or ""
         cells += [off[0], str(needed), f"{100 * means[1]:.1f}", off[1], f"{100 * means[2]:.1f}", off[2]]
         lines.append(f"| {' | '.join(cells)} |")
-    by_release: dict[str, set[int]] = {}
+    alike: dict[str, set[int]] = {}
     for run in runs:
-        by_release.setdefault(run.get("release", "a release that was not recorded"), set()).add(run["seed"])
-    seeds = "; ".join(f"{', '.join(map(str, sorted(some)))} with {name}" for name, some in by_release.items())
+        alike.setdefault(f"{run.get('release', UNKNOWN)}, {run['made']}", set()).add(run["seed"])
+    seeds = "; ".join(f"{', '.join(map(str, sorted(some)))} with {name}" for name, some in alike.items())
     return _PAGE.format(
         table="\n".join(lines), iterations=scale.iterations, kills=len(scale.kills), questions=scale.questions,
         points=", ".join(f"`{point}`" for point in scale.kills), seeds=seeds, head=_HEAD,

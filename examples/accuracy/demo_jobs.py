@@ -17,6 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from reproduce.machine import after, machine, where  # noqa: E402, F401
 
 
 @dataclass(frozen=True)

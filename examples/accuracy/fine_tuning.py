@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 from campaign import LAYOUT, RESULTS, Scale, asked, scratch_disk  # noqa: E402
-from demo_jobs import DemoRun, Size, train  # noqa: E402
+from demo_jobs import DemoRun, Size, after, machine, train  # noqa: E402
 
 SEED = 1234
 MODEL = ("--num-layers", "2")
@@ -56,13 +56,16 @@ def main() -> int:
     results = arguments.results or (None if arguments.tiny else RESULTS)
     if results:
         results.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before hours of training
+    about = machine()
     with tempfile.TemporaryDirectory(prefix="fine-tuning-", dir=scratch_disk()) as name:
         folder = Path(name)
         saved = _saved(folder, PRETRAINED, before)
         train(SEED, PRETRAINED, Size(before, before, 1, ()), folder, (), model=(*MODEL, *saved), layout=LAYOUT)
         layout = LAYOUT | {"MOE_CKPT_CORPUS": help_topics(folder)}
         runs = [tuned(name, scale, folder, layout) for name in (BASE, *TUNED)]
-    data = asdict(scale) | {"pretrained": before, "seed": SEED, "flags": MODEL, "runs": runs}
+    data = (
+        {"machine": after(about)} | asdict(scale) | {"pretrained": before, "seed": SEED, "flags": MODEL, "runs": runs}
+    )
     if results:
         (results / "fine-tuning.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0

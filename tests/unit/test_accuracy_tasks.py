@@ -83,7 +83,14 @@ def test_fine_tuning_makes_the_folder_of_its_results_before_it_trains(
 
 
 def run(seed: int, name: str, loss: float, **changes: Any) -> dict[str, Any]:
-    return {"seed": seed, "name": name, "loss": loss, "losses": f"{seed}", "repeated": True} | changes
+    return {
+        "seed": seed,
+        "name": name,
+        "loss": loss,
+        "losses": f"{seed}",
+        "repeated": True,
+        "made": "commit abc",
+    } | changes
 
 
 def test_a_strategy_is_compared_with_the_fault_free_run_of_its_seed() -> None:

@@ -36,3 +36,10 @@ def test_full_gains_less_the_rarer_faults_are_and_the_band_holds_it() -> None:
 def test_at_the_break_even_full_gains_half_a_point() -> None:
     found = break_even._stock(break_even.job_setting(64, "cold"), break_even.break_even_s(64))
     assert abs(found.gain - break_even.WORTH) < 0.001
+
+
+def test_the_break_even_lies_between_those_of_the_bands() -> None:
+    for by in page()["break_even_s"].values():
+        assert by["least"] < by["gain"] < by["most"]
+    least, middle, most = (break_even.break_even_gpus(which) for which in ("most", "gain", "least"))
+    assert 256 < least < middle < most < 4096

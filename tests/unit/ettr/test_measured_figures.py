@@ -115,11 +115,31 @@ def test_a_figure_has_data_tables_and_a_picture(module: Any, tmp_path: Path) -> 
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
+MACHINE = {
+    "cores": 2,
+    "cpu": "a CPU",
+    "torch": "2",
+    "megatron_core": "0",
+    "commit": "abc",
+    "date": "2026-11-28",
+    "load_before": 1.0,
+}
+
+
+def test_what_is_off_is_a_mean_over_seeds_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = campaign()["runs"]
+    runs[-2]["cloze"] += 0.01  # pec K=1 from the second seed
+    monkeypatch.setattr(moc_fig14, "runs", lambda: tuple(runs))
+    loss, tasks = moc_fig14.off("pec K=1")
+    assert (loss.mean, loss.half_width) == (0.0, 0.0)
+    assert (tasks.mean, tasks.half_width) == (pytest.approx(2.25), pytest.approx(12.706 * 0.25))
+
+
 def campaign() -> dict[str, Any]:
     def run(seed: int, name: str, loss: float, cloze: float) -> dict[str, Any]:
         return {
             "seed": seed, "name": name, "loss": loss, "plt": 0.01, "snapshot": 0.4, "cloze": cloze, "original": 0.7,
-            "validation": [[10, loss + 1], [20, loss]],
+            "validation": [[10, loss + 1], [20, loss]], "made": f"commit {seed}",
         }  # fmt: skip
 
     seeds = (1, 2)
@@ -134,11 +154,14 @@ def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, mo
     (tmp_path / moc_fig14.FILE).write_text(json.dumps(found_runs))
     moc_fig14.runs.cache_clear()
     try:
-        assert moc_fig14.deviation() == pytest.approx((-0.01, 0.02))
         assert moc_fig14.curve("fault-free") == moc_fig14.curve("full")  # from the seeds of all strategies
         assert moc_fig14.curve("full") == [(10, pytest.approx(3.15)), (20, pytest.approx(2.15))]
         found = moc_fig14.figure()
+        assert found.data["deviation"] == pytest.approx([-0.01, 0.02])
         assert [row[0] for row in found.report.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
+        assert found.report.notes[0].startswith(
+            "[Runs of the campaign](accuracy-campaign.md): seeds 1, commit 1; seeds 2, commit 2; ±"
+        )
     finally:
         moc_fig14.runs.cache_clear()
 
@@ -149,7 +172,7 @@ def test_losses_with_dropped_tokens_are_compared_with_those_of_the_same_seed(
     monkeypatch.setattr(figure, "RESULTS", tmp_path)
     runs = [{"seed": seed, "dropped": share, "loss": seed * loss} for seed in (1, 2)
             for share, loss in ((0.0, 2.0), (0.03, 2.0), (0.1, 2.5))]  # fmt: skip
-    data = {"runs": runs, "iterations": 320, "first": 30, "release": "torch"}
+    data = {"runs": runs, "iterations": 320, "first": 30, "machine": MACHINE}
     (tmp_path / moetion_table1.FILE).write_text(json.dumps(data))
     moetion_table1.training.cache_clear()
     try:

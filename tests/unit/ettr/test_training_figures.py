@@ -31,7 +31,7 @@ def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def run(seed: int, name: str, above: dict[int, float]) -> dict[str, Any]:
         curve = [[at, 5 - at / 20 + seed / 10 + above.get(at, 0.0)] for at in range(10, 60, 10)]
-        return {"seed": seed, "name": name, "validation": curve}
+        return {"seed": seed, "name": name, "validation": curve, "made": "commit abc"}
 
     runs = [run(seed, "fault-free", {}) for seed in (1, 2)]
     runs += [run(seed, "selective", {20: 0.3, 30: 0.1, 50: -0.02}) for seed in (1, 2)]
@@ -50,8 +50,9 @@ def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_losses_after_each_fault_are_those_of_the_evaluations_before_the_next_one() -> None:
     first, second = moetion_fig8.after_faults()
     assert (first.iteration, second.iteration) == (12, 38)
-    assert first.above == ((8, pytest.approx(0.3)), (18, pytest.approx(0.1)))
-    assert second.above == ((2, pytest.approx(0.0)), (12, pytest.approx(-0.02)))
+    assert [(at, loss.mean) for at, loss in first.above] == [(8, pytest.approx(0.3)), (18, pytest.approx(0.1))]
+    assert [(at, loss.mean) for at, loss in second.above] == [(2, pytest.approx(0.0)), (12, pytest.approx(-0.02))]
+    assert first.highest == pytest.approx(0.3)
 
 
 @pytest.mark.usefixtures("campaign")
@@ -65,7 +66,7 @@ def test_a_campaign_without_selective_checkpoints_is_refused(monkeypatch: pytest
 @pytest.mark.usefixtures("campaign")
 def test_the_highest_loss_after_a_fault_and_the_last_one_are_told(tmp_path: Path) -> None:
     found = moetion_fig8.figure()
-    assert [row[1] for row in found.report.tables[1].rows] == ["+0.3000", "-0.0200"]
+    assert [row[1] for row in found.report.tables[1].rows] == ["+0.3000", "-0.0200 ± 0.0000"]
     found.plot(tmp_path / "figure.png")
 
 
