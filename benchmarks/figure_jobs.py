@@ -74,7 +74,8 @@ def _at_risk(line: Mapping[str, Any]) -> int:
 def selective_ablation(turns: int, quick: bool) -> dict[str, Any]:
     """rounds: of each job the median of its iteration times, and means over the snapshots of one rank."""
     layout = {"NNODES": "4", "NPROC": "1", "PP": "2", "EP": "2", "MOE_CKPT_OPTIMIZER": "plain"}
-    model = "--moe-aux-loss-coeff 0" + ("" if quick else " --hidden-size 128 --moe-ffn-hidden-size 512")
+    model = "--moe-aux-loss-coeff 0 --bf16 --grad-reduce-in-bf16"  # gradients of two bytes, as the paper ships them
+    model += "" if quick else " --hidden-size 128 --moe-ffn-hidden-size 512"
     iterations, budget, rounds = 10 if quick else 30, 0, []
 
     def run(strategy: str) -> dict[str, float]:

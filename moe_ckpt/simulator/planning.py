@@ -194,6 +194,10 @@ def planned_job(
     return PlannedJob(setting, job, start, driver.strategy, turn, after[-1] - after[-2], driver.given_up)
 
 
+LOGS_UNDER_WAY = 2
+"""Next to the logs that are kept: one that is recorded, and one that is sealed."""
+
+
 def keeps_logs(job: Job, strategy: Strategy) -> bool:
     """Whether boundary logs are kept.
 
@@ -230,7 +234,7 @@ def log_bytes(job: Job, setting: SystemSetting, strategy: Strategy) -> int:
         setting: The same job on its cluster.
         strategy: Says of how many iterations it needs logs.
     """
-    logged = strategy.logged if keeps_logs(job, strategy) else 0
+    logged = strategy.logged + LOGS_UNDER_WAY if keeps_logs(job, strategy) else 0
     return max(logs_of_stage(setting.job, stage, logged) for stage in range(job.topology.pp))
 
 
