@@ -129,7 +129,7 @@ def page(result: dict[str, Any]) -> list[str]:
         back, again = (verdict(of_jobs(pairs, name)) for name in ("back_s", "again_s"))
         lines.append(
             f"{layout}, the failed stage alone against all, beyond the interval over jobs: until training is where it"
-            f" was: {back}; what is run again: {again}.  "
+            f" was: {back}; iterations run again: {again}.  "
         )
     return lines
 

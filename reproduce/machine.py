@@ -45,6 +45,11 @@ def commit() -> str:
     return head.stdout.strip() + ("-dirty" if changed.stdout else "")
 
 
+def revision() -> str:
+    """The commit of the sources that run, and the day, for people: of runs that no load changes."""
+    return f"commit {commit()}, {datetime.date.today().isoformat()}"
+
+
 def where(result: Mapping[str, Any]) -> str:
     """The machine, for people."""
     about = result["machine"]

@@ -12,7 +12,6 @@ from typing import Any
 from moe_ckpt.simulator.events import Estimate, estimate
 
 from .figure import Figure, lines, measured, published
-from .machine import where
 
 FILE, COMMAND = "dropped-tokens.json", "python examples/accuracy/dropped_tokens.py"
 
@@ -64,7 +63,7 @@ def figure() -> Figure:
             ylabel="validation loss off (%)", yscale="symlog",
         ),
         values={
-            "made": made, "where": where(made), "seeds": len(losses(0.0)), "given": published("moetion")["table1"],
+            "made": made, "seeds": len(losses(0.0)), "given": published("moetion")["table1"],
             "beyond": ", ".join(f"{share:.0%}" for share in beyond) or "no share", "last": found[most].mean,
             "there": changes[most],
         },

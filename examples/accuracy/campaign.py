@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from demo_jobs import DemoRun, Size, machine, train  # noqa: E402
+from demo_jobs import DemoRun, Size, revision, train  # noqa: E402
 from tasks import CHANCE  # noqa: E402
 
 from moe_ckpt.simulator.events import estimate  # noqa: E402
@@ -199,12 +199,12 @@ def asked(
 def described(run: DemoRun, name: str, shares: Mapping[str, float]) -> dict[str, Any]:
     """What is kept of a run. losses: a digest of the last loss of each iteration; repeated: whether iterations that
     were trained again had the same loss each time."""
-    last, about = dict(run.losses), machine()
+    last = dict(run.losses)
     return {
         "seed": run.seed,
         "name": name,
         "release": RELEASE,
-        "made": f"commit {about['commit']}, {about['date']}",
+        "made": revision(),
         "faults": len(run.recoveries),
         "plt": run.plt,
         "snapshot": run.mean_snapshot,

@@ -115,17 +115,6 @@ def test_a_figure_has_data_tables_and_a_picture(module: Any, tmp_path: Path) -> 
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-MACHINE = {
-    "cores": 2,
-    "cpu": "a CPU",
-    "torch": "2",
-    "megatron_core": "0",
-    "commit": "abc",
-    "date": "2026-11-28",
-    "load_before": 1.0,
-}
-
-
 def test_what_is_off_is_a_mean_over_seeds_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = campaign()["runs"]
     runs[-2]["cloze"] += 0.01  # pec K=1 from the second seed
@@ -172,7 +161,7 @@ def test_losses_with_dropped_tokens_are_compared_with_those_of_the_same_seed(
     monkeypatch.setattr(figure, "RESULTS", tmp_path)
     runs = [{"seed": seed, "dropped": share, "loss": seed * loss} for seed in (1, 2)
             for share, loss in ((0.0, 2.0), (0.03, 2.0), (0.1, 2.5))]  # fmt: skip
-    data = {"runs": runs, "iterations": 320, "first": 30, "machine": MACHINE}
+    data = {"runs": runs, "iterations": 320, "first": 30, "release": "torch", "made": "commit abc"}
     (tmp_path / moetion_table1.FILE).write_text(json.dumps(data))
     moetion_table1.training.cache_clear()
     try:
