@@ -96,7 +96,7 @@ def of_jobs(pairs: Sequence[dict[str, Any]], name: str) -> Estimate:
 def verdict(ratio: Estimate) -> str:
     """What an interval lets one say of times."""
     if ratio.runs < 2 or abs(ratio.mean - 1) <= ratio.half_width:
-        return "no difference"
+        return "no difference shown"
     return "less" if ratio.mean < 1 else "MORE"
 
 
@@ -122,7 +122,7 @@ def page(result: dict[str, Any]) -> list[str]:
         for name, title in rows.items():
             cells = [spread([recovery[name] for pair in pairs for recovery in pair[scope]], 2) for scope in SCOPES]
             found = of_jobs(pairs, name)
-            told = f"{found.mean:.2f} ± {found.half_width:.2f}"
+            told = f"{found.mean:.2f}" + f" ± {found.half_width:.2f}" * (found.runs > 1)
             lines.append(row(layout, title, *cells, spread(ratios(pairs, name), 2), told))
     lines.append("")
     for layout, pairs in result["layouts"].items():

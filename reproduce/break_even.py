@@ -120,7 +120,7 @@ def _stock(setting: SystemSetting, mtbf_s: float) -> Stock:
 
 
 BREAK_EVENS = ("gain", "least", "most")
-"""By the constants as they are, and where those in their bands gain least and most."""
+"""By the constants as they are, and with that one at an end of its band which makes it least or most."""
 
 
 @cache

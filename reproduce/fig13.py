@@ -59,9 +59,9 @@ def saved(model: str, step: str) -> float:
 
 def helps() -> str:
     """Whether each step shortens the recovery, for a person; a tenth of a second is nothing."""
-    longer = [f"{LABELS[step][2:]} for {model}" for model in MODELS for step in LATER
+    longer = [f"\"{LABELS[step][2:]}\" lengthens those of {model}" for model in MODELS for step in LATER
               if steps()[model][step][0] - _before(model, step) > 0.1]  # fmt: skip
-    return "each step shortens recoveries or changes nothing" + f", but not {', '.join(longer)}" * bool(longer)
+    return "each step shortens recoveries or changes nothing" + f", except that {', '.join(longer)}" * bool(longer)
 
 
 def _before(model: str, step: str) -> float:

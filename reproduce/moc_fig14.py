@@ -54,9 +54,9 @@ def told(some: Iterable[Mapping[str, Any]]) -> str:
     """Of which seeds and commits these runs of the campaign are, for a person."""
     made: dict[str, set[int]] = {}
     for run in some:
-        made.setdefault(run["made"], set()).add(run["seed"])
-    texts = (f"seeds {', '.join(map(str, sorted(seeds)))}, {commit}" for commit, seeds in made.items())
-    return f"[Runs of the campaign](accuracy-campaign.md): {'; '.join(texts)}"
+        made.setdefault(run.get("made", "a commit that was not recorded"), set()).add(run["seed"])
+    texts = (f"{', '.join(map(str, sorted(seeds)))}, {commit}" for commit, seeds in made.items())
+    return f"[runs of the campaign](accuracy-campaign.md), seeds {'; '.join(texts)}"
 
 
 def off(name: str) -> tuple[Estimate, Estimate]:

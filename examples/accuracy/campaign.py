@@ -58,7 +58,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 EXACT = (FULL, "sparse")
 RELEASE = f"torch {version('torch')} and Megatron-Core {version('megatron-core')}"
-UNKNOWN = "a release that was not recorded"
+UNKNOWN, UNKNOWN_COMMIT = "a release that was not recorded", "a commit that was not recorded"
 RESOLUTION = 0.003
 """Half of the interval of a loss that the campaign is after."""
 
@@ -148,7 +148,7 @@ def kept(seed: int, name: str, scale: Scale, scratch: Path) -> dict[str, Any]:
 
 def made(seed: int, name: str, scale: Scale, largest_bytes: int | None) -> dict[str, Any]:
     """Train with the kills, and ask. largest_bytes: of a snapshot of `full`, which `selective` needs."""
-    flags = FLAGS[name]
+    flags, at = FLAGS[name], revision()
     if name == SELECTIVE:
         if largest_bytes is None:
             raise SystemExit(f"{SELECTIVE} needs a run of {FULL} from the same seed, which gives its budget")
@@ -161,7 +161,7 @@ def made(seed: int, name: str, scale: Scale, largest_bytes: int | None) -> dict[
         saved = ("--save", str(checkpoint), "--save-interval", str(scale.iterations))
         run = train(seed, "run", scale.size, Path(folder), flags, model=saved, layout=layout)
         shares = asked(checkpoint, seed, scale, Path(folder))
-    return described(run, name, shares)
+    return described(run, name, shares, at)
 
 
 def scratch_disk() -> str | None:
@@ -196,15 +196,15 @@ def asked(
     return shares
 
 
-def described(run: DemoRun, name: str, shares: Mapping[str, float]) -> dict[str, Any]:
-    """What is kept of a run. losses: a digest of the last loss of each iteration; repeated: whether iterations that
-    were trained again had the same loss each time."""
+def described(run: DemoRun, name: str, shares: Mapping[str, float], at: str) -> dict[str, Any]:
+    """What is kept of a run. at: the commit that was run, and the day. losses: a digest of the last loss of each
+    iteration; repeated: whether iterations that were trained again had the same loss each time."""
     last = dict(run.losses)
     return {
         "seed": run.seed,
         "name": name,
         "release": RELEASE,
-        "made": revision(),
+        "made": at,
         "faults": len(run.recoveries),
         "plt": run.plt,
         "snapshot": run.mean_snapshot,
@@ -319,7 +319,7 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     alike: dict[str, set[int]] = {}
     for run in runs:
-        alike.setdefault(f"{run.get('release', UNKNOWN)}, {run['made']}", set()).add(run["seed"])
+        alike.setdefault(f"{run.get('release', UNKNOWN)}, {run.get('made', UNKNOWN_COMMIT)}", set()).add(run["seed"])
     seeds = "; ".join(f"{', '.join(map(str, sorted(some)))} with {name}" for name, some in alike.items())
     return _PAGE.format(
         table="\n".join(lines), iterations=scale.iterations, kills=len(scale.kills), questions=scale.questions,

@@ -44,7 +44,7 @@ def main() -> int:
     iterations = TINY if arguments.tiny else WHOLE
     first = 1 + iterations // 11  # 1,000 iterations of the paper's 11,000 have no drops
     size = Size(iterations, iterations, 1 if arguments.tiny else 40, ())
-    runs = []
+    made, runs = revision(), []
     with tempfile.TemporaryDirectory(prefix="dropped-tokens-", dir=scratch_disk()) as folder:
         for seed in arguments.seeds:
             for share in (SHARES[0], SHARES[-1]) if arguments.tiny else SHARES:
@@ -52,7 +52,7 @@ def main() -> int:
                 run = train(seed, f"dropped {share:g}", size, Path(folder), (), layout=LAYOUT | own)
                 runs.append({"seed": seed, "dropped": share, "loss": run.final})
                 print(runs[-1], flush=True)
-    data = {"iterations": iterations, "first": first, "release": RELEASE, "made": revision(), "runs": runs}
+    data = {"iterations": iterations, "first": first, "release": RELEASE, "made": made, "runs": runs}
     if results:
         (results / "dropped-tokens.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0

@@ -156,14 +156,14 @@ ROWS = {
     "scripts": Row("standby", "matplotlib pip torch", "megatron_core", also=DRIVER),
     "examples": Row(
         "", "matplotlib megatron.core megatron.training torch", "simulator",
-        also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
+        also=f"pretrain_gpt_moe reproduce {DRIVER} {ENGINE}",
     ),
     "benchmarks": Row(
         "types ports policy storage replication megatron_state replay recovery snapshot runtime strategies config"
         " boot_clock errors",
         "lm_resiliency megatron.core msgspec numpy nvidia_resiliency_ext stock_trainer torch torchft",
         "hugging_face simulator",
-        also=f"pretrain_gpt_moe {DRIVER} {ENGINE}",
+        also=f"pretrain_gpt_moe reproduce {DRIVER} {ENGINE}",
     ),
     "setup": Row("", "setuptools"),
 }  # fmt: skip

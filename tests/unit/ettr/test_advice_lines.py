@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, from_namespace
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions, must_repeat_itself
+from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
 from megatron.core.dist_checkpointing.moe.stock.flags import arguments
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, Topology
 from moe_ckpt.commands.advise import advise as advise_command
@@ -25,8 +26,9 @@ from moe_ckpt.simulator.cost import MEGATRON_UTILISATION, iteration_cost
 from moe_ckpt.simulator.flags import flags_of
 from moe_ckpt.simulator.footprint import node_bytes
 from moe_ckpt.simulator.inputs import TrainingJob
+from moe_ckpt.simulator.memory import logs_of_stage
 from moe_ckpt.simulator.models import preset
-from moe_ckpt.simulator.planning import planned_job
+from moe_ckpt.simulator.planning import log_bytes, planned_job
 from moe_ckpt.simulator.systems import SYSTEMS, full_interval
 from reproduce.large_scale import META_GPU_S
 
@@ -149,6 +151,14 @@ def test_the_shorter_interval_costs_at_most_half_a_point_and_copies_that_slow_tr
     costly = replace(question.setting, constants=replace(THIS_PROJECT, contention=0.945))
     short, long = (full_interval(one, 24 * 3600, 2) for one in (question.setting, costly))
     assert short == 1 < long
+
+
+def test_a_plan_of_sparse_counts_all_logs_that_a_job_makes_room_for() -> None:
+    question = asked("GPT-125M-8E", Topology(32, pp=2, ep=8), 512, 3600)
+    found = planned_job(question.setting, MoECheckpointConfig(strategy="sparse", window=4, replicas=1))
+    logs = LogPlan(Topology(2, pp=2), 0, (4, 1, 8), "bfloat16", lookback=found.strategy.logged).segments
+    expected = max(logs_of_stage(question.job, stage, logs) for stage in range(2))
+    assert log_bytes(found.job, found.setting, found.strategy) == expected > 0
 
 
 def test_the_memory_that_advice_counts_is_that_of_the_plan() -> None:

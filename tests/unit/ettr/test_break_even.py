@@ -42,4 +42,4 @@ def test_the_break_even_lies_between_those_of_the_bands() -> None:
     for by in page()["break_even_s"].values():
         assert by["least"] < by["gain"] < by["most"]
     least, middle, most = (break_even.break_even_gpus(which) for which in ("most", "gain", "least"))
-    assert 256 < least < middle < most < 4096
+    assert 64 < least < middle < most < 4096

@@ -149,7 +149,7 @@ def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, mo
         assert found.data["deviation"] == pytest.approx([-0.01, 0.02])
         assert [row[0] for row in found.report.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
         assert found.report.notes[0].startswith(
-            "[Runs of the campaign](accuracy-campaign.md): seeds 1, commit 1; seeds 2, commit 2; ±"
+            "From [runs of the campaign](accuracy-campaign.md), seeds 1, commit 1; 2, commit 2; ±"
         )
     finally:
         moc_fig14.runs.cache_clear()

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
 from megatron.core.dist_checkpointing.moe.policy.window import joint_schedules, merge
-from megatron.core.dist_checkpointing.moe.types import PRECISIONS, Topology
+from megatron.core.dist_checkpointing.moe.types import PRECISIONS
 from moe_ckpt.simulator.memory import logged_iterations, memory_of
-from moe_ckpt.simulator.planning import LOGS_UNDER_WAY
 from moe_ckpt.simulator.shards import owned_operators, shard_sizes
 from reproduce.evaluation import windows_by_count
 from reproduce.jobs import azure_job
@@ -70,8 +68,3 @@ def test_one_window_of_the_whole_job_counts_as_those_of_its_lanes() -> None:
     lanes = joint_schedules(owned_operators(job.shape, job.topology), sizes, int(0.81e9))
     by_lane = memory_of(job, {lane: schedule.window for lane, schedule in lanes.items()})
     assert memory_of(job, merge(lanes)) == by_lane
-
-
-def test_a_plan_counts_the_logs_under_way_that_a_job_makes_room_for() -> None:
-    plan = LogPlan(Topology(2, pp=2), 0, (4, 1, 8), "bfloat16", lookback=9)
-    assert plan.segments - plan.lookback == LOGS_UNDER_WAY
