@@ -70,6 +70,14 @@ def left(technique: str, before: str) -> float:
     return techniques()[technique].sent_bytes / techniques()[before].sent_bytes
 
 
+def state_sent() -> float:
+    """Share of the bytes sent with gradients that are state, of experts which the snapshot before had not; gradients
+    have 2 bytes where state has 12."""
+    found = techniques()
+    followed = (found[REDUNDANCY].sent_bytes - found[GRADIENTS].sent_bytes) * 2 / (12 - 2)
+    return 1 - followed / found[GRADIENTS].sent_bytes
+
+
 def in_bubbles() -> float:
     """Bytes per rank and iteration whose copy began while the stage waited for another one."""
     return fmean(row[JOBS[BUBBLES]]["copied_in_waits"] for row in rounds())
@@ -113,7 +121,7 @@ def figure() -> Figure:
         values={
             "command": COMMAND,
             "where": where(measured(FILE, COMMAND, BENCHMARKS)), "given": given,
-            "in_bubbles_mb": in_bubbles() / 1000000.0, "rounds": len(rounds()),
+            "state": state_sent(), "in_bubbles_mb": in_bubbles() / 1000000.0, "rounds": len(rounds()),
             "shorter": ", ".join(one.name for one in found.values() if one.is_shorter) or "no technique",
         },
     )  # fmt: skip

@@ -98,16 +98,18 @@ def test_techniques_are_told_apart_by_what_their_jobs_sent(monkeypatch: pytest.M
         sent = [one.sent_bytes for one in moetion_fig10.techniques().values()]
         assert sent == [100, 60, 50, 15, 15]
         assert moetion_fig10.techniques()[moetion_fig10.GRADIENTS].by_full == (0.5,)
+        assert moetion_fig10.state_sent() == pytest.approx(1 - 7 / 15)
         assert moetion_fig10.left(moetion_fig10.REDUNDANCY, moetion_fig10.SELECTION) == pytest.approx(5 / 6)
     finally:
         moetion_fig10.techniques.cache_clear()
 
 
-def test_each_technique_that_saves_bytes_does_so_in_real_jobs_as_much_as_in_the_paper_all_together() -> None:
+def test_each_technique_that_saves_bytes_does_so_in_real_jobs_and_less_than_in_the_paper_all_together() -> None:
     sent = [moetion_fig10.techniques()[name].sent_bytes for name in moetion_fig10.STEPS[:4]]
     assert all(later < earlier for earlier, later in itertools.pairwise(sent))
     ours, there = zip(*((ours, there) for what, ours, there in moetion_fig10.compared() if "all" in what), strict=True)
-    assert min(there) < ours[0] < max(there)
+    assert max(there) < ours[0] < 0.6
+    assert 0.8 < moetion_fig10.state_sent() < 1  # each snapshot has other experts, whose replicas cannot follow
 
 
 def test_every_routed_token_of_the_real_job_is_counted_once() -> None:
