@@ -155,7 +155,7 @@ def test_the_shorter_interval_costs_at_most_half_a_point_and_copies_that_slow_tr
 
 def test_a_plan_of_sparse_counts_all_logs_that_a_job_makes_room_for() -> None:
     question = asked("GPT-125M-8E", Topology(32, pp=2, ep=8), 512, 3600)
-    found = planned_job(question.setting, MoECheckpointConfig(strategy="sparse", window=4, replicas=1))
+    found = planned_job(question.setting, MoECheckpointConfig(strategy="sparse", window="4", replicas=1))
     logs = LogPlan(Topology(2, pp=2), 0, (4, 1, 8), "bfloat16", lookback=found.strategy.logged).segments
     expected = max(logs_of_stage(question.job, stage, logs) for stage in range(2))
     assert log_bytes(found.job, found.setting, found.strategy) == expected > 0
