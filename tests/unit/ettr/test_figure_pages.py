@@ -25,6 +25,18 @@ def test_every_module_that_makes_a_figure_is_in_the_table() -> None:
     assert {path.stem for path in modules if "\ndef figure() -> Figure:" in path.read_text("utf-8")} == set(FIGURES)
 
 
+def test_a_page_of_real_runs_says_of_which_commit_and_day_they_are() -> None:
+    """Pages that are made anew from the sources alone are of the commit that has them."""
+    folder, scripts = figures.RESULTS, Path(figures.__file__).parent
+    computed = {
+        FIGURES[name].page.name for name in FIGURES if "measured(" not in (scripts / f"{name}.py").read_text("utf-8")
+    }
+    pages = {page.name: page.read_text("utf-8") for page in folder.glob("*.md") if page.name not in computed}
+    assert len(pages) >= 25
+    assert [name for name, text in pages.items() if not re.search(r"commits? [0-9a-f]{8}\b", text)] == []
+    assert [name for name, text in pages.items() if not re.search(r"\b2026-\d\d-\d\d\b", text)] == []
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else pytest.mark.ci) for name in FIGURES]
 )
@@ -38,18 +50,6 @@ def test_the_page_is_what_the_script_writes(name: str) -> None:
     assert page.read_text(encoding="utf-8") == told, f"run python -m reproduce {name} --docs"
     assert picture.stat().st_size > 1000
     assert rounded(json.loads(data.read_text(encoding="utf-8"))) == rounded(json.loads(json.dumps(found.data)))
-
-
-def test_a_page_of_real_runs_says_of_which_commit_and_day_they_are() -> None:
-    """Pages that are made anew from the sources alone are of the commit that has them."""
-    folder, scripts = figures.RESULTS, Path(figures.__file__).parent
-    computed = {
-        FIGURES[name].page.name for name in FIGURES if "measured(" not in (scripts / f"{name}.py").read_text("utf-8")
-    }
-    pages = {page.name: page.read_text("utf-8") for page in folder.glob("*.md") if page.name not in computed}
-    assert len(pages) >= 25
-    assert [name for name, text in pages.items() if not re.search(r"commits? [0-9a-f]{8}\b", text)] == []
-    assert [name for name, text in pages.items() if not re.search(r"\b2026-\d\d-\d\d\b", text)] == []
 
 
 def figure_of(name: str) -> Figure | None:
