@@ -95,7 +95,7 @@ def of_jobs(pairs: Sequence[dict[str, Any]], name: str) -> Estimate:
 
 def verdict(ratio: Estimate) -> str:
     """What an interval lets one say of times."""
-    if ratio.runs < 2 or abs(ratio.mean - 1) <= ratio.half_width:
+    if not ratio.is_beyond(1):
         return "no difference shown"
     return "less" if ratio.mean < 1 else "MORE"
 
@@ -121,9 +121,7 @@ def page(result: dict[str, Any]) -> list[str]:
     for layout, pairs in result["layouts"].items():
         for name, title in rows.items():
             cells = [spread([recovery[name] for pair in pairs for recovery in pair[scope]], 2) for scope in SCOPES]
-            found = of_jobs(pairs, name)
-            told = f"{found.mean:.2f}" + f" ± {found.half_width:.2f}" * (found.runs > 1)
-            lines.append(row(layout, title, *cells, spread(ratios(pairs, name), 2), told))
+            lines.append(row(layout, title, *cells, spread(ratios(pairs, name), 2), f"{of_jobs(pairs, name):.2f}"))
     lines.append("")
     for layout, pairs in result["layouts"].items():
         back, again = (verdict(of_jobs(pairs, name)) for name in ("back_s", "again_s"))

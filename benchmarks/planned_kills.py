@@ -223,7 +223,7 @@ def page(result: dict[str, Any]) -> list[str]:
         covered = f"{sum(one.is_covered for one in found)} of {len(found)}"
         over_jobs = gain(found)
         errors = (f"{error(found, which):.2f}" for which in ("predicted", "null"))
-        lines.append(row(name, *errors, f"{over_jobs.mean:+.2f} ± {over_jobs.half_width:.2f}", covered))
+        lines.append(row(name, *errors, f"{over_jobs:+.2f}", covered))
     lines += ["", *regressions(result, both["run again"])]
     better = [f"{name}: {verdict(found)}" for name, found in both.items()]
     return [

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
 
-from moe_ckpt.simulator.events import estimate
+from moe_ckpt.simulator.events import Estimate, estimate
 
 BENCHMARK = Benchmark("recovery", 5, "recovery.md")
 RANKS, WINDOW = 4, 4
@@ -80,10 +80,9 @@ def _ratios(result: dict[str, Any], kind: str) -> list[float]:
     return [_back_s(one) / _back_s(other) for one, other in pairs]
 
 
-def _of_jobs(result: dict[str, Any], kind: str) -> str:
+def _of_jobs(result: dict[str, Any], kind: str) -> Estimate:
     """The mean over jobs, as recoveries of one job are alike, with Student's 95 % interval."""
-    found = estimate([statistics.fmean(map(_back_s, of_round[kind])) for of_round in result["rounds"]])
-    return f"{found.mean:.2f} ± {found.half_width:.2f}" if found.runs > 1 else f"{found.mean:.2f}"
+    return estimate([statistics.fmean(map(_back_s, of_round[kind])) for of_round in result["rounds"]])
 
 
 def page(result: dict[str, Any]) -> list[str]:
@@ -102,7 +101,7 @@ def page(result: dict[str, Any]) -> list[str]:
         row("", *kinds),
         rule(1 + len(kinds)),
         row("detection to rejoin, s", *(spread([_back_s(one) for one in every[kind]], 2) for kind in kinds)),
-        row("mean of jobs, s", *(_of_jobs(result, kind) for kind in kinds)),
+        row("mean of jobs, s", *(f"{_of_jobs(result, kind):.2f}" for kind in kinds)),
         row("of that with new processes", *(spread(_ratios(result, kind), 2) for kind in kinds)),
     ]
     for part in PARTS:

@@ -65,7 +65,7 @@ def main() -> int:
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
     """Of each job in each round its bytes, its iterations and its recovery; quick: a tiny model, one window."""
-    kinds = [NONE, FOLLOWED, list(KINDS)[3]] if quick else list(KINDS)
+    kinds = [NONE, FOLLOWED, f"sparse, window {WINDOWS[0]}, all stages"] if quick else list(KINDS)
     model, (first, struck) = (SMALL, QUICK) if quick else (MODEL, (FIRST, STRUCK))
     rounds = []
     for index in range(turns):

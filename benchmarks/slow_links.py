@@ -187,10 +187,9 @@ def page(result: dict[str, Any]) -> list[str]:
             full, interval = best_full(max(0.0, snapshot), base, mtbf)
             cells.append(f"{sparse:.3f} / {full:.3f} ({interval})")
             gain = estimate(gains(rounds, result["interval"], base, mtbf))
-            is_clear = gain.runs > 1 and abs(gain.mean) > gain.half_width
-            which = ("`sparse`" if gain.mean > 0 else "`full`") if is_clear else "neither"
+            which = ("`sparse`" if gain.mean > 0 else "`full`") if gain.is_beyond() else "neither"
             ahead[mtbf][which].append(ratio)
-            differences.append(f"{gain.mean:+.3f} ± {gain.half_width:.3f}")
+            differences.append(f"{gain:+.3f}")
         table.append(row(ratio, *cells))
         apart.append(row(ratio, *differences))
     lines += ["", "ETTR from these medians, time between failures in iterations:", "", *table, ""]

@@ -90,14 +90,22 @@ def cluster_of(name: str) -> Cluster:
     return replace(found, storage_bytes_per_s=H100_STORAGE_BYTES_PER_S) if name == H100 else found
 
 
-def by_chance(behaviour: Behaviour, job: TrainingJob, mtbf_s: float, seeds: Iterable[int] = SEEDS) -> Estimate:
-    """Mean ETTR of 12 hours with faults of a Poisson process, which strike recoveries as well as training."""
-    return estimate([one_run(behaviour, job, mtbf_s, seed).ettr for seed in seeds])
+def by_chance(
+    behaviour: Behaviour,
+    job: TrainingJob,
+    mtbf_s: float,
+    seeds: Iterable[int] = SEEDS,
+    duration_s: float = DURATION_S,
+) -> Estimate:
+    """Mean ETTR with faults of a Poisson process, which strike recoveries as well as training."""
+    return estimate([one_run(behaviour, job, mtbf_s, seed, duration_s).ettr for seed in seeds])
 
 
-def one_run(behaviour: Behaviour, job: TrainingJob, mtbf_s: float, seed: int) -> SimulatedRun:
-    """12 hours with the faults of this seed."""
-    return simulate(behaviour, poisson(mtbf_s, DURATION_S, len(job.topology.ranks_by_node), seed), DURATION_S)
+def one_run(
+    behaviour: Behaviour, job: TrainingJob, mtbf_s: float, seed: int, duration_s: float = DURATION_S
+) -> SimulatedRun:
+    """So long, by default 12 hours, with the faults of this seed."""
+    return simulate(behaviour, poisson(mtbf_s, duration_s, len(job.topology.ranks_by_node), seed), duration_s)
 
 
 def behaviour_of(

@@ -94,14 +94,10 @@ def figure() -> Figure:
             ]
         },
         (
-            ((one.kind, one.mtbf_s, one.system, _spread(one.ettr, ""), _spread(one.over_stock, "+"), one.from_storage)
+            ((one.kind, one.mtbf_s, one.system, f"{one.ettr:.4f}", f"{one.over_stock:+.4f}", one.from_storage)
              for one in traced()),
         ),
         draw,
         (Fact("Recoveries of full, r = 1, from storage where failures are correlated", worst, "share"),),
         {"gpus": GPUS, "seeds": SEEDS, "faults": FAULTS_PER_RUN},
     )  # fmt: skip
-
-
-def _spread(found: Estimate, sign: str) -> str:
-    return f"{found.mean:{sign}.4f} ± {found.half_width:.4f}"

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+UNKNOWN_COMMIT = "a commit that was not recorded"
+"""Of runs that were kept before they named one."""
 
 
 def machine() -> dict[str, Any]:

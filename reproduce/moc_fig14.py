@@ -14,6 +14,7 @@ from typing import Any
 from moe_ckpt.simulator.events import Estimate, estimate
 
 from .figure import Figure, measured
+from .machine import UNKNOWN_COMMIT
 
 FILE, COMMAND = "accuracy-campaign.json", "python examples/accuracy/campaign.py"
 SERIES = {"fault-free": "without faults", "full": "baseline", "pec K=1 W": "W", "pec K=1 O": "O", "pec K=1": "WO"}
@@ -54,14 +55,15 @@ def told(some: Iterable[Mapping[str, Any]]) -> str:
     """Of which seeds and commits these runs of the campaign are, for a person."""
     made: dict[str, set[int]] = {}
     for run in some:
-        made.setdefault(run.get("made", "a commit that was not recorded"), set()).add(run["seed"])
+        made.setdefault(run.get("made", UNKNOWN_COMMIT), set()).add(run["seed"])
     texts = (f"{', '.join(map(str, sorted(seeds)))}, {commit}" for commit, seeds in made.items())
     return f"[runs of the campaign](accuracy-campaign.md), seeds {'; '.join(texts)}"
 
 
 def off(name: str) -> tuple[Estimate, Estimate]:
     """How far runs are off the baseline of their seeds: the loss as a share, the mean of both tasks in points."""
-    pairs = [(run, of_seeds("full")[seed]) for seed, run in of_seeds(name).items()]
+    baseline = of_seeds("full")
+    pairs = [(run, baseline[seed]) for seed, run in of_seeds(name).items()]
     points = [100 * fmean(one[task] - other[task] for task in TASKS) for one, other in pairs]
     return estimate([one["loss"] / other["loss"] - 1 for one, other in pairs]), estimate(points)
 
@@ -75,10 +77,10 @@ def present() -> Sequence[str]:
 def figure() -> Figure:
     """Curves and table."""
     found = {name: means(name) for name in present()}
-    losses, tasks = ({name: off(name)[which] for name in found} for which in (0, 1))
-    partial = [tasks[name] for name in found if SERIES[name] in ("W", "O", "WO")]
+    apart = {name: off(name) for name in found}
+    partial = [tasks for name, (_, tasks) in apart.items() if SERIES[name] in ("W", "O", "WO")]
     low, high = min(one.mean for one in partial), max(one.mean for one in partial)
-    beyond = sum(abs(one.mean) > one.half_width for one in partial)
+    beyond = sum(one.is_beyond() for one in partial)
     curves = {name: curve(name) for name in found}
 
     def draw(axes: list[Any]) -> None:
@@ -92,9 +94,9 @@ def figure() -> Figure:
         {"runs": found, "curves": curves, "deviation": [low / 100, high / 100]},
         (
             ((SERIES[name], one["snapshot"], one["plt"], f"{one['loss']:.4f}",
-              f"{losses[name].mean:+.2%} ± {losses[name].half_width:.2%}",
+              f"{apart[name][0]:+.2%}",
               *(f"{100 * one[task]:.2f}" for task in TASKS),
-              f"{tasks[name].mean:+.2f} ± {tasks[name].half_width:.2f}") for name, one in found.items()),
+              f"{apart[name][1]:+.2f}") for name, one in found.items()),
         ),
         draw,
         values={"low": low, "high": high, "beyond": beyond or "none", "runs": told(runs())},

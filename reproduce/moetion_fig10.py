@@ -38,7 +38,7 @@ class Technique:
     def iteration(self) -> str:
         """By that of `full`, with half of the 95 % interval; nothing for what no job shows alone."""
         found = estimate(self.by_full)
-        return "-" if self.name == REDUNDANCY else f"{found.mean:.3f} ± {found.half_width:.3f}"
+        return "-" if self.name == REDUNDANCY else f"{found:.3f}"
 
     @property
     def is_shorter(self) -> bool:

@@ -65,16 +65,6 @@ def after_faults() -> tuple[AfterFault, ...]:
     return tuple(one for one in found if one.above)
 
 
-def numbers(loss: Estimate) -> tuple[float, float]:
-    """The mean, and half of its interval."""
-    return loss.mean, loss.half_width
-
-
-def shown(loss: Estimate) -> str:
-    """With half of its interval."""
-    return f"{loss.mean:+.4f} ± {loss.half_width:.4f}"
-
-
 def figure() -> Figure:
     """The curves, and what the text says of them."""
     given, (last, left), after = published("moetion")["fig8"], above()[-1], after_faults()
@@ -99,17 +89,17 @@ def figure() -> Figure:
         {
             "curves": curves,
             "faults": [
-                {"iteration": one.iteration, "above": [(at, *numbers(loss)) for at, loss in one.above]}
+                {"iteration": one.iteration, "above": [(at, loss.mean, loss.half_width) for at, loss in one.above]}
                 for one in after
             ],
             "highest": highest,
             "published": given,
         },
         (
-            ((one.iteration, ", ".join(f"{shown(loss)} ({at} later)" for at, loss in one.above)) for one in after),
+            ((one.iteration, ", ".join(f"{loss:+.4f} ({at} later)" for at, loss in one.above)) for one in after),
             (
                     ("loss above the run without faults, at most", f"{highest:+.4f}", f"{given['above_at_most']:g}"),
-                    (f"at the end, {last - faults()[-1]} iterations after the last fault", shown(left),
+                    (f"at the end, {last - faults()[-1]} iterations after the last fault", f"{left:+.4f}",
                      "comparable"),
                 ),
         ),

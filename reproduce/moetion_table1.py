@@ -44,7 +44,7 @@ def figure() -> Figure:
     changes = {share: given[share] / given[0.0] - 1 for share in given}
     found = {share: off(share) for share in shares()}
     rows = [
-        (share, f"{fmean(losses(share).values()):.4f}", f"{one.mean:+.2%} ± {one.half_width:.2%}",
+        (share, f"{fmean(losses(share).values()):.4f}", f"{one:+.2%}",
          f"{changes[share]:+.2%}")
         for share, one in found.items()
     ]  # fmt: skip

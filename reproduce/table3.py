@@ -140,7 +140,7 @@ def _table(model: str) -> Rows:
             shown = (paper.interval, cell.shown_interval, paper.overhead_share, ours.overhead_share, paper.recovery_s)
             ettrs = map(decimals, (paper.ettr, paper.recomputed_ettr, ours.ettr))
             off = "-" if cell.difference is None else f"{cell.difference:+.3f}"
-            by_chance = f"{random.mean:.3f} ± {random.half_width:.3f}"
+            by_chance = f"{random:.3f}"
             head = (minutes(cell.mtbf_s), NAMES[cell.system], *shown, ours.recovery_s)
             rows.append((*head, *ettrs, off, cell.mark, by_chance))
     return rows

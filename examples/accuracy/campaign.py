@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from demo_jobs import DemoRun, Size, revision, train  # noqa: E402
+from demo_jobs import UNKNOWN_COMMIT, DemoRun, Size, revision, train  # noqa: E402
 from tasks import CHANCE  # noqa: E402
 
 from moe_ckpt.simulator.events import estimate  # noqa: E402
@@ -58,7 +58,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 EXACT = (FULL, "sparse")
 RELEASE = f"torch {version('torch')} and Megatron-Core {version('megatron-core')}"
-UNKNOWN, UNKNOWN_COMMIT = "a release that was not recorded", "a commit that was not recorded"
+UNKNOWN = "a release that was not recorded"
 RESOLUTION = 0.003
 """Half of the interval of a loss that the campaign is after."""
 

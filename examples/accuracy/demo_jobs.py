@@ -19,7 +19,7 @@ from types import MappingProxyType
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from reproduce.machine import after, machine, revision, where  # noqa: E402, F401
+from reproduce.machine import UNKNOWN_COMMIT, after, machine, revision, where  # noqa: E402, F401
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,15 @@ class Estimate:
     half_width: float
     runs: int
 
+    def __format__(self, spec: str) -> str:
+        """For people: the mean, and of more than one run half of the interval, which has no sign."""
+        half = f" ± {self.half_width:{spec.replace('+', '')}}" if self.runs > 1 else ""
+        return f"{self.mean:{spec}}{half}"
+
+    def is_beyond(self, value: float = 0.0) -> bool:
+        """Whether the interval leaves this value out; that of a single run never does."""
+        return self.runs > 1 and abs(self.mean - value) > self.half_width
+
 
 def simulate(behaviour: Behaviour, faults: Sequence[Fault], duration_s: float) -> SimulatedRun:
     """Train from the start with these faults.

@@ -234,3 +234,16 @@ def test_a_slow_node_costs_what_was_not_trained_meanwhile_at_most_since_training
     assert slow.useful_s + slow.recovery_s == pytest.approx(200.0)
     longer = simulate(simple(), (Fault(100.0, frozenset((0,)), slow_s=1e6, slowdown=1.0),), 200.0)
     assert usual.useful_s - longer.useful_s == pytest.approx(50.0)
+
+
+def test_an_estimate_is_told_with_half_of_its_interval_which_a_single_run_has_not() -> None:
+    assert f"{Estimate(0.5, 0.25, 3):+.2f}" == "+0.50 ± 0.25"
+    assert f"{Estimate(-0.5, 0.25, 3):.1%}" == "-50.0% ± 25.0%"
+    assert f"{Estimate(0.5, 0.0, 1):.2f}" == "0.50"
+
+
+def test_an_interval_leaves_out_what_is_further_from_the_mean_than_half_of_it() -> None:
+    found = Estimate(1.5, 0.25, 3)
+    assert found.is_beyond() and found.is_beyond(1.2)
+    assert not found.is_beyond(1.25) and not found.is_beyond(1.75)
+    assert not Estimate(1.5, 0.0, 1).is_beyond()
