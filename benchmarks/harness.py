@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
+from moe_ckpt.simulator.events import student  # noqa: E402
 from reproduce.machine import after, machine, where  # noqa: E402, F401
 
 RESULTS = ROOT / "docs" / "results"
@@ -140,6 +141,11 @@ class Line:
         """Standard error of the line there."""
         return math.sqrt(self.variance * (1 / self.points + (x - self.mean) ** 2 / self.around))
 
+    def half_width_at(self, x: float, of: int) -> float:
+        """Half of the 95 % interval in which the mean of so many more points there lies."""
+        error = math.sqrt(self.error_at(x) ** 2 + self.variance / of)
+        return student(max(1, self.points - 2)) * error
+
 
 def fitted(points: Sequence[tuple[float, float]]) -> Line:
     """The line of least squares through points (x, y), at two values of x or more."""
@@ -158,6 +164,13 @@ def row(*cells: object) -> str:
 def rule(columns: int, first: int = 1) -> str:
     """Below the heads of so many columns, of which the first are texts and the others numbers."""
     return f"|{'---|' * first}{'---:|' * (columns - first)}"
+
+
+def laid_out(layout: Mapping[str, str]) -> str:
+    """Processes, nodes and parallel sizes of a job with these variables of scripts/train_cpu.sh, for people."""
+    nodes = int(layout.get("NNODES", "1"))
+    played = f" on {nodes} played nodes" if nodes > 1 else ""
+    return f"{nodes * int(layout['NPROC'])} processes{played} (PP={layout['PP']}, EP={layout['EP']})"
 
 
 def run_ranks(script: str | Path, settings: Mapping[str, Any], layout: Mapping[str, str], flags: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ OURS = ("full", "full, replica", "full, replica, storage", "pec")
 WHEELS = {
     "NVRx": "nvidia-resiliency-ext==0.6.0 defusedxml",
     "LM-Resiliency": "lm-resiliency==0.2.0",
+    "DLRover": "dlrover==0.6.1 deprecated pynvml nvidia-ml-py wrapt",
     "torchft": "torchft==0.2.0",
 }
 """What peers by these names are made from."""
@@ -44,7 +45,7 @@ class WithoutCheckpoints:
         return 0
 
 
-def missing_peers(folder: Path, names: Sequence[str], *, only_look: bool) -> dict[str, str]:
+def missing_peers(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Unpack the wheels of peers, not what these depend on, unless that was done; why not, by the name of the peer.
 
     What is used of them is Python, which runs with an older glibc, and with a newer torch, than they ask for.
@@ -52,16 +53,12 @@ def missing_peers(folder: Path, names: Sequence[str], *, only_look: bool) -> dic
     Args:
         folder: What they are unpacked to.
         names: Of the peers.
-        only_look: Install nothing.
     """
     missing = {}
     for name in names:
         wheels = WHEELS[name]
         first, _, release = wheels.split()[0].partition("==")
         if (folder / f"{first.replace('-', '_')}-{release}.dist-info").is_dir():
-            continue
-        if only_look:
-            missing[name] = "it is not there, and a quick run installs nothing"
             continue
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
         command += [f"--platform={name}_x86_64" for name in ("manylinux_2_39", "manylinux2014")]
@@ -316,12 +313,44 @@ class LmResiliency(_Tensors):
         self._manager.save_tensors(self._tensors, iteration)
 
 
+class DlroverFlash(_Tensors):
+    """DLRover's flash checkpoints of all ranks, in shared memory and without files: the call that saves copies, also
+    from a GPU. The process that would write them is there, as without `dlrover-run`."""
+
+    def __init__(self, trainer: Any, folder: Path, interval: int) -> None:
+        import logging
+
+        from dlrover.python.common.log import default_logger
+        from dlrover.python.common.storage import PosixDiskStorage
+        from dlrover.trainer.torch.flash_checkpoint.megatron_engine import MegatronDistCheckpointEngine
+
+        for logger in (logging.getLogger(), default_logger):  # its import has all loggers tell each of its steps
+            logger.setLevel(logging.WARNING)
+        super().__init__(trainer, folder, interval, self)
+        self._engine = MegatronDistCheckpointEngine(str(folder), PosixDiskStorage())
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> None:
+        """A save has ended when its call has."""
+
+    def tidy(self) -> None:
+        """Its memory is written over."""
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _save(self, iteration: int) -> None:
+        tensors = {str(at): tensor for at, tensor in enumerate(self._tensors)}
+        if not self._engine.save_to_memory(iteration, tensors, {}):
+            raise RuntimeError(f"DLRover skipped the checkpoint of iteration {iteration}")
+
+
 PEERS: dict[str, Callable[..., _Peer]] = {
     "torch_dist": lambda *where: TorchDistSaver(*where, background=False),
     "torch_dist async": lambda *where: TorchDistSaver(*where, background=True),
     "NVRx local": lambda *where: NvrxLocal(*where, background=False),
     "NVRx local async": lambda *where: NvrxLocal(*where, background=True),
     "torch DCP async": TorchDcp,
+    "DLRover": DlroverFlash,
     "LM-Resiliency": lambda *where: LmResiliency(*where, replicates=False),
     "LM-Resiliency, replica": lambda *where: LmResiliency(*where, replicates=True),
 }

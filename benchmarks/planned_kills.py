@@ -3,9 +3,9 @@
 A job of each layout and strategy loses a process five times, each time elsewhere between two snapshots. The unit is an
 iteration of the same processes between the faults. Experts are padded to a capacity, so that shapes, and with them
 kernels, stay the same. A null predictor stands beside it: what the faults of all other jobs cost on average. Intervals
-are of what measured was by predicted in all other jobs. Regressions, with standard errors, say what an iteration that
-is run again takes by how far a fault goes back, and what an iteration takes by the depth of the model: jobs of three
-depths predict the one of a fourth, between them, that runs in the same turn.
+are of what measured was by predicted in all other jobs. What a predicted iteration takes is told over jobs. What an
+iteration takes by the depth of the model is a regression: jobs of three depths predict those of a fourth, between them,
+that run in the same turns.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ SHAPE = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --moe-ffn-hidden-size 256 --num-experts 8"
     f" --moe-router-topk 2 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 {UNTIED}"
 )
-DEPTHS, OWN_DEPTH, TRAINED = (2, 6, 8), 4, 24
-"""Layers of jobs that predict the iteration of one with as many as the model has, and iterations of each."""
+DEPTHS, OWN_DEPTH, TRAINED, PACES = (2, 6, 8), 4, 24, 3
+"""Layers of jobs that predict the iteration of one with as many as the model has, iterations of each, and jobs of each
+depth, which run in turns, in another order each time."""
 SMALL = SHAPE.replace("128", "32").replace("256", "64")
 PADDED = f"--bf16 {STEADY} --moe-expert-capacity-factor 2.0 --moe-pad-expert-input-to-capacity"
 FAULTS = ("1@15:forward-backward", "0@28:step", "1@41:start", "0@54:step", "1@67:start")
@@ -80,8 +81,9 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     depths: dict[str, list[tuple[int, float]]] = {"PP=2": []} if quick else {"PP=2": [], "EP=2": []}
     for turn in range(turns):
         for name, layout in zip(depths, (STAGES, EXPERTS), strict=False):
-            for layers in sorted((*DEPTHS, OWN_DEPTH), reverse=bool(turn % 2))[: 3 if quick else None]:
-                depths[name].append((layers, pace(model, layout, layers)))
+            for index in range(1 if quick else PACES):
+                for layers in sorted((*DEPTHS, OWN_DEPTH), reverse=bool((turn + index) % 2))[: 3 if quick else None]:
+                    depths[name].append((layers, pace(model, layout, layers)))
         for name in names:
             layout, strategy, scope = CASES[name]
             expected = [predicted(model, layout, strategy, fault) for fault in faults]
@@ -236,13 +238,19 @@ def page(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def measured_by_predicted(found: Sequence[Outcome]) -> dict[str, float]:
+    """Of each job, over its faults, which are no independent measurements of it."""
+    jobs = {one.job: [each for each in found if each.job == one.job] for one in found}
+    return {job: sum(one.measured for one in own) / sum(one.predicted for one in own) for job, own in jobs.items()}
+
+
 def regressions(result: dict[str, Any], found: Sequence[Outcome]) -> list[str]:
-    """What regressions say, and how many iterations were run again as planned."""
-    line = fitted([(one.predicted, one.measured) for one in found])
+    """What an iteration that is predicted takes, how many were run again as planned, and what depths say."""
+    by_job = measured_by_predicted(found)
+    each = ", ".join(f"{ratio:.2f} ({job})" for job, ratio in by_job.items())
     lines = [
-        f"By least squares over these {len(found)} faults a predicted iteration takes {line.slope:.2f} ±"
-        f" {line.slope_error:.2f} iterations (standard error), and each fault {line.at(0):.2f} ±"
-        f" {line.error_at(0):.2f} more.",
+        f"An iteration that is predicted to run again takes {estimate(list(by_job.values())):.2f} iterations, the mean"
+        f" of jobs with half of its 95 % interval: {each}.",
         "",
     ]
     if counted := [one for case in result["cases"] for one in case["faults"] if "planned" in one]:
@@ -251,24 +259,32 @@ def regressions(result: dict[str, Any], found: Sequence[Outcome]) -> list[str]:
     if not (depths := result.get("depths")):
         return lines
     lines += [
-        f"Seconds of an iteration without checkpoints by the depth of the model. The job of {OWN_DEPTH} layers is"
-        " predicted by the line through those of other depths, with its standard error. The null predictor scales the"
-        " deepest.",
+        f"Seconds of an iteration without checkpoints by the depth of the model. Jobs of {OWN_DEPTH} layers are"
+        " predicted by the line through those of other depths; ± is half of the 95 % interval for the mean of as many"
+        " as were measured, and of a layer the standard error. The null predictor scales the deepest.",
         "",
-        row("layout", "layers of the line", "of a layer", "predicted", "measured", "null predictor"),
-        rule(6, 2),
+        row(
+            "layout",
+            "layers of the line",
+            "jobs of each",
+            "of a layer",
+            "predicted",
+            "measured",
+            "within",
+            "null predictor",
+        ),
+        rule(8, 2),
     ]
     for name, jobs in depths.items():
         others = [(layers, took_s) for layers, took_s in jobs if layers != OWN_DEPTH]
         line, deepest = fitted(others), max(layers for layers, _ in others)
-        own_s, deepest_s = (
-            statistics.fmean(took_s for layers, took_s in jobs if layers == at) for at in (OWN_DEPTH, deepest)
-        )
+        own, of_deepest = ([took_s for layers, took_s in jobs if layers == at] for at in (OWN_DEPTH, deepest))
+        own_s, told_s, half = statistics.fmean(own), line.at(OWN_DEPTH), line.half_width_at(OWN_DEPTH, len(own))
         lines.append(
-            row(name, ", ".join(map(str, sorted({layers for layers, _ in others}))),
-                f"{line.slope:.4f} ± {line.slope_error:.4f}",
-                f"{line.at(OWN_DEPTH):.3f} ± {line.error_at(OWN_DEPTH):.3f}",
-                f"{own_s:.3f}", f"{deepest_s * OWN_DEPTH / deepest:.3f}")
+            row(name, ", ".join(map(str, sorted({layers for layers, _ in others}))), len(own),
+                f"{line.slope:.4f} ± {line.slope_error:.4f}", f"{told_s:.3f} ± {half:.3f}", f"{own_s:.3f}",
+                "yes" if abs(own_s - told_s) <= half else "**no**",
+                f"{statistics.fmean(of_deepest) * OWN_DEPTH / deepest:.3f}")
         )  # fmt: skip
     return [*lines, ""]
 

@@ -11,18 +11,20 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
+from harness import ROOT, STEADY, UNTIED, Benchmark, laid_out, row, rule, spread, start, under_faults, where
 
 from moe_ckpt.simulator.events import Estimate, estimate
 
 BENCHMARK = Benchmark("recovery", 5, "recovery.md")
-RANKS, WINDOW = 4, 4
+WINDOW = 4
+LAYOUT, QUICK = {"NPROC": "4", "PP": "2", "EP": "2"}, {"NPROC": "2", "PP": "2", "EP": "1"}
+ALL = int(LAYOUT["NPROC"])
 KINDS = {
     "in place": ("auto", 1),
-    "standbys": ("auto", RANKS),
+    "standbys": ("auto", ALL),
     "new processes": ("auto", 0),
     "all stages, in place": ("global", 1),
-    "all stages, standbys": ("global", RANKS),
+    "all stages, standbys": ("global", ALL),
     "all stages, new processes": ("global", 0),
 }
 """--moe-ckpt-recovery, and standbys of the job."""
@@ -42,27 +44,27 @@ def main() -> int:
 
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
-    """All rounds; quick: one fault, in place and with new processes."""
+    """All rounds; quick: two processes and one fault, in place and with new processes."""
     kinds = ["in place", "new processes"] if quick else list(KINDS)
-    faults = FAULTS[:1] if quick else FAULTS
+    layout, faults = (QUICK, FAULTS[:1]) if quick else (LAYOUT, FAULTS)
     rounds = []
     for index in range(turns):
-        rounds.append({kind: recoveries(kind, faults) for kind in kinds[:: 1 if index % 2 else -1]})
+        rounds.append({kind: recoveries(kind, layout, faults) for kind in kinds[:: 1 if index % 2 else -1]})
         print(f"round {index + 1} of {turns}", flush=True)
-    return {"model": MODEL, "window": WINDOW, "rounds": rounds}
+    return {"model": MODEL, "layout": layout, "window": WINDOW, "rounds": rounds}
 
 
-def recoveries(kind: str, faults: tuple[str, ...]) -> list[dict[str, Any]]:
+def recoveries(kind: str, layout: dict[str, str], faults: tuple[str, ...]) -> list[dict[str, Any]]:
     """The timelines of a job that all faults struck."""
     scope, standbys = KINDS[kind]
     last = int(faults[-1].partition("@")[2].partition(":")[0])
     flags = f"{MODEL} --train-iters {last + 4} --moe-ckpt-strategy sparse --moe-ckpt-window {WINDOW}"
-    layout = {
-        "NPROC": str(RANKS), "PP": "2", "EP": "2", "STANDBYS": str(standbys), "READY_STANDBYS": str(min(standbys, 1)),
-        "SLOTS": "{folder}", "KEEP": str(int(kind.endswith("in place"))),
+    own = {
+        "STANDBYS": str(standbys), "READY_STANDBYS": str(min(standbys, 1)), "SLOTS": "{folder}",
+        "KEEP": str(int(kind.endswith("in place"))),
         "MOE_CKPT_SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py"),
     }  # fmt: skip
-    found = under_faults(f"{flags} --moe-ckpt-recovery {scope}", layout, faults)
+    found = under_faults(f"{flags} --moe-ckpt-recovery {scope}", layout | own, faults)
     timelines = [line["recovery"] for line in found if "recovery" in line]
     if kind.endswith("new processes") and any(one["parts"]["rendezvous"] > one["parts"]["import"] for one in timelines):
         raise SystemExit(f"new processes took longer to meet than to import: {timelines}")
@@ -92,7 +94,7 @@ def page(result: dict[str, Any]) -> list[str]:
     back = [_back_s(one) for one in every["in place"]]
     lines = [
         *BENCHMARK.head("Recovery in place, with standbys, and with new processes"),
-        f"{RANKS} processes (PP=2, EP=2) {where(result)}; `sparse` with a window of {WINDOW}. A rank is killed. In"
+        f"{laid_out(result['layout'])} {where(result)}; `sparse` with a window of {WINDOW}. A rank is killed. In"
         " place the others keep their processes, and a standby takes its slot; else all ranks start again, from"
         " standbys that have done their imports, or as new processes. The struck stage alone goes back, or all stages"
         f" where that is said. Each kind has {len(result['rounds'])} jobs and {len(back)} recoveries. Iterations"

@@ -31,6 +31,7 @@ MODEL = (
 PARAMETERS = 3_500_000
 KILLED, AFTER, WAIT_S = 12, 12, 90.0
 """The step at which it happens, how many follow, and how long any of them may take to come."""
+OURS = {"here, new processes": "0", "here, a standby": "1"}
 LIGHTHOUSES = {"as its README starts it": (10_000, 5_000), "quick": (1_000, 1_000)}
 """torchft's milliseconds until a group counts as lost for a quorum, and without a heartbeat."""
 
@@ -49,20 +50,23 @@ def main() -> int:
 
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
-    """Rounds of both, in turns; quick: torchft only where it was installed before."""
-    missing = missing_peers(PEERS_FOLDER, ("torchft",), only_look=quick)
-    kinds = {} if missing else LIGHTHOUSES
+    """Rounds of all, in turns; quick: one of ours and one lighthouse."""
+    missing = missing_peers(PEERS_FOLDER, ("torchft",))
+    own, theirs = (dict(list(kinds.items())[-1 if quick else 0 :]) for kinds in (OURS, LIGHTHOUSES))
+    if missing:
+        theirs.clear()
     rounds = []
     for index in range(turns):
-        rounds.append({"here": ours()} | {name: of_torchft(*limits) for name, limits in kinds.items()})
+        here = {name: ours(standbys) for name, standbys in own.items()}
+        rounds.append(here | {f"torchft, {name}": of_torchft(*limits) for name, limits in theirs.items()})
         print(f"round {index + 1} of {turns}", flush=True)
     return {"missing": missing, "model": MODEL, "parameters": PARAMETERS, "rounds": rounds}
 
 
-def ours() -> dict[str, float]:
-    """Seconds of a job with a replica and a standby."""
+def ours(standbys: str) -> dict[str, float]:
+    """Seconds of a job with a replica and so many standbys."""
     layout = {
-        "NPROC": "2", "PP": "1", "EP": "1", "STANDBYS": "1", "READY_STANDBYS": "1", "SLOTS": "{folder}",
+        "NPROC": "2", "PP": "1", "EP": "1", "STANDBYS": standbys, "READY_STANDBYS": standbys, "SLOTS": "{folder}",
         "MOE_CKPT_SCRIPT": str(ROOT / "tests" / "process" / "standby_job.py"),
     }  # fmt: skip
     flags = f"{MODEL} --train-iters {KILLED + AFTER} --moe-ckpt-strategy full --moe-ckpt-replicas 1"
@@ -132,7 +136,6 @@ def _usual(ends: list[float]) -> float:
 def page(result: dict[str, Any]) -> list[str]:
     """Medians and, in brackets, quartiles."""
     kinds, rounds = list(result["rounds"][0]), result["rounds"]
-    names = [name if name == "here" else f"torchft, {name}" for name in kinds]
     rows = {
         "a step before, s": "step_s",
         "until the other's next step, s": "next_s",
@@ -146,13 +149,14 @@ def page(result: dict[str, Any]) -> list[str]:
     missing = [f"Not measured: {name}, {why}." for name, why in result["missing"].items()]
     return [
         *BENCHMARK.head("One of two replicas is killed"),
-        f"Measured {where(result)}; n = {len(rounds)}. Here: `full` with a replica and one standby, two data-parallel"
-        f" ranks, from detection. {WHEELS['torchft']}: two groups of one rank that train"
-        f" {result['parameters'] / 1e6:.1f} million parameters, as many, from the kill; its lighthouse as its README"
-        " starts it (a group joins for 10 s, heartbeats may be missed for 5 s), and with 1 s for both.",
+        f"Measured {where(result)}; n = {len(rounds)}. Here: `full` with a replica, two data-parallel ranks, from"
+        f" detection, which comes a fraction of a second after the kill. {WHEELS['torchft']}: two groups of one rank"
+        f" that train {result['parameters'] / 1e6:.1f} million parameters, as many, from the kill; the lost one starts"
+        " as a new process, with its imports; its lighthouse as its README starts it (a group joins for 10 s,"
+        " heartbeats may be missed for 5 s), and with 1 s for both.",
         "",
-        row("", *names),
-        rule(1 + len(names)),
+        row("", *kinds),
+        rule(1 + len(kinds)),
         *table,
         "",
         *missing,

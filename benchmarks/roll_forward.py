@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness import ROOT, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
+from harness import ROOT, STEADY, UNTIED, Benchmark, laid_out, row, rule, spread, start, under_faults, where
 from localized_recovery import recoveries
 
 BENCHMARK = Benchmark("roll_forward", 4, "roll-forward.md")
@@ -50,6 +50,7 @@ KINDS = {
     },
 }
 LAYOUT = {"NNODES": "2", "NPROC": "2", "PP": "2", "EP": "2"}
+FEWEST = LAYOUT | {"NPROC": "1", "PP": "1"}
 FIRST, STRUCK, QUICK = 26, 44, (10, 16)
 """The first iteration that is measured, in which all windows are whole, and that before which the last one is: so many
 that windows of each size are whole in between. In it a rank of the first round is killed, 3 later in each that follows:
@@ -64,27 +65,28 @@ def main() -> int:
 
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
-    """Of each job in each round its bytes, its iterations and its recovery; quick: a tiny model, one window."""
+    """Of each job in each round its bytes, its iterations and its recovery; quick: a tiny model on two
+    processes, one window."""
     kinds = [NONE, FOLLOWED, f"sparse, window {WINDOWS[0]}, all stages"] if quick else list(KINDS)
-    model, (first, struck) = (SMALL, QUICK) if quick else (MODEL, (FIRST, STRUCK))
+    model, layout, (first, struck) = (SMALL, FEWEST, QUICK) if quick else (MODEL, LAYOUT, (FIRST, STRUCK))
     rounds = []
     for index in range(turns):
         rounds.append(
             {
-                kind: job(kind, f"{model} {IN_BF16}", (first, struck), struck + 3 * index)
+                kind: job(kind, f"{model} {IN_BF16}", layout, (first, struck), struck + 3 * index)
                 for kind in kinds[:: 1 if index % 2 else -1]
             }
         )
         print(f"round {index + 1} of {turns}", flush=True)
-    return {"model": model, "rounds": rounds}
+    return {"model": model, "layout": layout, "rounds": rounds}
 
 
-def job(kind: str, model: str, span: tuple[int, int], struck: int) -> dict[str, Any]:
+def job(kind: str, model: str, layout: dict[str, str], span: tuple[int, int], struck: int) -> dict[str, Any]:
     """A job that is struck once, in this iteration, if it is protected. span: the first iteration that is measured, and
     that after the last one."""
     faults = () if kind == NONE else (f"1@{struck}:step",)
-    own = LAYOUT | {"MOE_CKPT_SCRIPT": __file__, LOST: "1", MEMORY: "{folder}"}
-    lines = under_faults(f"{model} --train-iters {struck + 4} {KINDS[kind]}", own, faults)
+    own = {"MOE_CKPT_SCRIPT": __file__, LOST: "1", MEMORY: "{folder}"}
+    lines = under_faults(f"{model} --train-iters {struck + 4} {KINDS[kind]}", layout | own, faults)
     undisturbed = takewhile(lambda line: "recovery" not in line, lines)
     trained = (line for line in undisturbed if not line.get("replayed"))  # replays are told before their recovery is
     before = [line for line in trained if span[0] <= line.get("iteration", 0) < span[1]]
@@ -111,7 +113,7 @@ def page(result: dict[str, Any]) -> list[str]:
     sent = {kind: statistics.fmean(one[kind]["sent"] for one in rounds) for kind in kinds}
     lines = [
         *BENCHMARK.head("Gradients that are rolled forward, and windows that are replayed"),
-        f"4 processes on 2 played nodes (PP=2, EP=2) {where(result)}; {len(rounds)} jobs of each kind. Gradients are"
+        f"{laid_out(result['layout'])} {where(result)}; {len(rounds)} jobs of each kind. Gradients are"
         " reduced in bf16 in all of them. Each rank has a replica on the other node. One is killed and its memory lost;"
         " all processes start again, whose imports are left out. Without snapshots an iteration takes"
         f" {spread(plain)} s.",

@@ -9,6 +9,7 @@ ahead where the 95 % interval of the difference, over rounds, leaves 0 out.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 from harness import ROOT, SETTINGS, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
 from localized_recovery import recoveries
 
-from moe_ckpt.simulator.events import estimate
+from moe_ckpt.simulator.events import Estimate, estimate
 
 BENCHMARK = Benchmark("slow_links", 4, "slow-links.md")
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
@@ -55,9 +56,8 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     """All rounds of all links; quick: a tiny model, one link, and no fault."""
     model, iterations, faults = (TINY, 14, ((),)) if quick else (MODEL, ITERATIONS, [(fault,) for fault in FAULTS])
     flags = f"{model} --train-iters {iterations}"
-    whole = job(f"{flags} --moe-ckpt-strategy full", math.inf, ())
-    nbytes = whole[-1]["checkpoint_memory"]["dense_bytes"]
-    base_s = statistics.median(_times(job(flags, math.inf, ())))
+    undisturbed = job(f"{flags} --moe-ckpt-strategy full --moe-ckpt-interval {iterations}", math.inf, ())
+    nbytes, base_s = undisturbed[-1]["checkpoint_memory"]["dense_bytes"], statistics.median(_times(undisturbed))
     found: dict[str, list[dict[str, Any]]] = {}
     for ratio in RATIOS[1:2] if quick else RATIOS:
         rate = nbytes / (ratio * base_s)
@@ -74,7 +74,8 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
             rounds.append({name: summary(lines[name]) for name in cases})
             print(f"ratio {ratio:g}: round {index + 1} of {turns}", flush=True)
         found[f"{ratio:g}"] = rounds
-    return {"model": model, "bytes": nbytes, "iteration_s": base_s, "interval": INTERVAL, "links": found}
+    links = {"model": model, "bytes": nbytes, "iteration_s": base_s, "interval": INTERVAL, "links": found}
+    return links | {"gains": gained(links)}
 
 
 def job(flags: str, rate: float, faults: Sequence[str]) -> list[dict[str, Any]]:
@@ -88,17 +89,16 @@ def _times(lines: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _trained(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Iterations after those that warm up, at each start."""
-    found: list[Mapping[str, Any]] = []
-    since = 0
+    """Iterations after those that warm up, of each start as many as whole intervals have, so that each is with the cost
+    of one snapshot."""
+    starts: list[list[Mapping[str, Any]]] = [[]]
     for line in lines:
         if "recovery" in line:
-            since = 0
+            starts.append([])
         elif "iteration" in line and not line.get("replayed"):
-            since += 1
-            if since > WARM:
-                found.append(line)
-    return found
+            starts[-1].append(line)
+    warm = [start[WARM:] for start in starts]
+    return [line for start in warm for line in start[: len(start) // INTERVAL * INTERVAL]]
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -152,6 +152,22 @@ def gains(rounds: Sequence[dict[str, Any]], interval: int, restart: float, mtbf:
     return found
 
 
+def gained(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """By ratio and time between failures: `gains` over the rounds, with the median of their restarts. What
+    `python -m reproduce break_even` draws beside what it predicts."""
+    found = {}
+    for ratio, rounds in result["links"].items():
+        base = statistics.median(_restarts(rounds))
+        each = {str(mtbf): estimate(gains(rounds, result["interval"], base, mtbf)) for mtbf in MTBFS}
+        found[ratio] = {mtbf: dataclasses.asdict(gain) for mtbf, gain in each.items()}
+    return found
+
+
+def _restarts(rounds: Sequence[dict[str, Any]]) -> list[float]:
+    """Of all faults, in iterations."""
+    return lost(rounds, "full", "restart_s") + lost(rounds, "sparse", "restart_s") or [0.0]
+
+
 def page(result: dict[str, Any]) -> list[str]:
     """Medians and, in brackets, quartiles."""
     set_s = result["iteration_s"]
@@ -176,7 +192,7 @@ def page(result: dict[str, Any]) -> list[str]:
     for ratio, rounds in result["links"].items():
         snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
         again = lost(rounds, "sparse", "again_s") or [0.0]
-        restart = lost(rounds, "full", "restart_s") + lost(rounds, "sparse", "restart_s") or [0.0]
+        restart = _restarts(rounds)
         windows = sorted({one["sparse"]["window"] for one in rounds})
         window = " to ".join(str(end) for end in dict.fromkeys((windows[0], windows[-1])))
         lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))
@@ -186,7 +202,7 @@ def page(result: dict[str, Any]) -> list[str]:
             sparse = ettr(overhead, base + statistics.median(again), mtbf)
             full, interval = best_full(max(0.0, snapshot), base, mtbf)
             cells.append(f"{sparse:.3f} / {full:.3f} ({interval})")
-            gain = estimate(gains(rounds, result["interval"], base, mtbf))
+            gain = Estimate(**result["gains"][ratio][str(mtbf)])
             which = ("`sparse`" if gain.mean > 0 else "`full`") if gain.is_beyond() else "neither"
             ahead[mtbf][which].append(ratio)
             differences.append(f"{gain:+.3f}")

@@ -15,6 +15,8 @@ from typing import Any
 from harness import ENDLESS, ROOT, Benchmark, fitted, needs_gb, row, rule, run_ranks, spread, start, where
 from peers import OURS, PEERS, WHEELS, missing_peers
 
+from moe_ckpt.simulator.events import estimate
+
 BENCHMARK = Benchmark("snapshot", 8, "snapshot.md")
 PEERS_FOLDER = ROOT / ".data" / "peers"
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
@@ -23,11 +25,12 @@ COMMON = f"{ENDLESS} --bf16 --moe-expert-capacity-factor 1.0 --moe-pad-expert-in
 SMALL = "--global-batch-size 4 --seq-length 64"
 DEPTH, DEPTHS = 2, (1, 2, 4, 6)
 """Layers of the model of the tables, and of those on which the cost is measured by bytes."""
-SWEPT = ("full", "torch_dist async", "torch DCP async", "LM-Resiliency")
+SWEPT = ("full", "full, replica, storage", "torch_dist async", "torch DCP async", "LM-Resiliency")
+WITHOUT_REPLICA = ("torch_dist", "torch_dist async", "NVRx local", "NVRx local async", "torch DCP async")
 COMPARED = {
-    "full": ("torch_dist", "torch_dist async", "NVRx local", "NVRx local async", "torch DCP async"),
+    "full": (*WITHOUT_REPLICA, "DLRover"),
     "full, replica": ("LM-Resiliency, replica",),
-    "full, replica, storage": ("torch_dist async", "torch DCP async", "LM-Resiliency, replica"),
+    "full, replica, storage": (*WITHOUT_REPLICA, "LM-Resiliency, replica"),
 }
 """Ours, and what each is set in relation to."""
 LARGE = (
@@ -47,7 +50,7 @@ def main() -> int:
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
     """The copies alone, the turns of all contestants, and those of some on models of several depths."""
-    missing = missing_peers(PEERS_FOLDER, ("NVRx", "LM-Resiliency"), only_look=quick)
+    missing = missing_peers(PEERS_FOLDER, ("NVRx", "DLRover", "LM-Resiliency"))
     peers = [name for name in PEERS if not (missing and name.startswith(tuple(missing)))]
     settings = {"copies": 6 if quick else 14, "interval": INTERVAL, "checkpoints_per_turn": 2}
     all_at_once = [*OURS, *(name for name in peers if name != "LM-Resiliency")]  # without a replica it is in the lines
@@ -149,9 +152,10 @@ def _costs(result: dict[str, Any]) -> list[str]:
         " faster than what `torch_dist` is meant for.",
         "",
         "Not the same for all: `torch_dist` and NVRx save compute weights, too, and files that can be loaded elsewhere;"
-        " ours, LM-Resiliency and torch DCP save master weights and moments, and the first two in memory. Ours checks"
-        " every byte with a keyed checksum. On a CPU LM-Resiliency copies in the thread that trains, and processes"
-        " forked from it share pages with it until it writes to them; on a GPU neither is so. Only where the name says"
+        " ours, DLRover, LM-Resiliency and torch DCP save master weights and moments, and the first three in memory."
+        " Ours checks every byte with a keyed checksum. DLRover copies in the thread that trains; LM-Resiliency does so"
+        " on a CPU, and processes forked from it share pages with it until it writes to them; on a GPU neither is so."
+        " Only where the name says"
         " `replica` does another rank hold a copy, and only with `storage` do files of ours hold one.",
         "",
         row("", "GB per checkpoint", "overhead, s", "stall, s", "processor time, s"),
@@ -174,19 +178,24 @@ def _ratios(result: dict[str, Any]) -> list[str]:
         "## Ours in relation to each peer",
         "",
         "Below 1 ours is cheaper. Quotients within each round; of the medians where a peer's overhead was not above"
-        " zero in every round. Below 0 means that ours cost less than the noise of this machine.",
+        " zero in every round. Below 0 means that ours cost less than the noise of this machine. One is ahead where the"
+        " 95 % interval of the difference within the rounds leaves 0 out.",
         "",
         row("", "overhead", "stall", "processor time"),
         rule(4, 4),
     ]
-    ahead = []
+    verdicts: dict[str, list[str]] = {"ours": [], "neither": [], "the peer ahead": []}
     for ours, peers in COMPARED.items():
         for peer in (peer for peer in peers if peer in result["checkpoints"]["rows"]):
             mine, theirs = costs(result, ours), costs(result, peer)
             lines.append(row(f"{ours} / {peer}", *(_quotient(mine[key], theirs[key]) for key in mine)))
-            medians = {key: (statistics.median(theirs[key]), statistics.median(mine[key])) for key in mine}
-            ahead += [f"{peer} before {ours} in {key}" for key, (other, own) in medians.items() if other < own]
-    return [*lines, "", f"Where a peer is ahead by the median: {'; '.join(ahead) or 'nowhere'}."]
+            for key in mine:
+                less = estimate([other - own for own, other in zip(mine[key], theirs[key], strict=True)])
+                which = "neither" if not less.is_beyond() else "ours" if less.mean > 0 else "the peer ahead"
+                verdicts[which].append(f"{key} of {ours} / {peer}")
+    told = [f"{which}: {'; '.join(found) or 'nowhere'}" for which, found in verdicts.items() if which != "ours"]
+    count = sum(map(len, verdicts.values()))
+    return [*lines, "", f"Ours is ahead in {len(verdicts['ours'])} of {count}; {'; '.join(told)}."]
 
 
 def _by_bytes(result: dict[str, Any]) -> list[str]:
@@ -199,8 +208,9 @@ def _by_bytes(result: dict[str, Any]) -> list[str]:
         f"The same turns, {len(costs(runs[0], SWEPT[0])['stall'])} rounds, on models of"
         f" {', '.join(str(depth) for depth in DEPTHS[: len(runs)])} layers, with"
         f" {', '.join(f'{_gb_per_rank(run, SWEPT[0]):.2f}' for run in runs)} GB per process in a checkpoint of `full`."
-        " Least squares over all rounds: milliseconds per GB of a process with their standard error, and what is left"
-        " at 0 GB.",
+        " More does not fit into this machine's memory next to all contestants. Least squares over all rounds:"
+        " milliseconds per GB of a process, and what is left at 0 GB, with standard errors; what is within two of 0"
+        " is not shown to be there.",
         "",
         row("", "stall, ms/GB", "stall at 0 GB, ms", "overhead, ms/GB", "overhead at 0 GB, ms"),
         rule(5),
@@ -210,7 +220,7 @@ def _by_bytes(result: dict[str, Any]) -> list[str]:
         for key in ("stall", "overhead"):
             points = [(_gb_per_rank(run, name), 1e3 * value) for run in runs for value in costs(run, name)[key]]
             line = fitted(points)
-            cells += [f"{line.slope:.1f} ± {line.slope_error:.1f}", f"{line.at(0):.1f}"]
+            cells += [f"{line.slope:.1f} ± {line.slope_error:.1f}", f"{line.at(0):.1f} ± {line.error_at(0):.1f}"]
         lines.append(row(name, *cells))
     return lines
 

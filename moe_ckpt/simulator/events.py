@@ -107,13 +107,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     if len(values) == 1:
         return Estimate(mean, 0.0, 1)
     deviation = statistics.stdev(values)
-    return Estimate(mean, _student(len(values) - 1) * deviation / math.sqrt(len(values)), len(values))
+    return Estimate(mean, student(len(values) - 1) * deviation / math.sqrt(len(values)), len(values))
 
 
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def _student(freedom: int) -> float:
+def student(freedom: int) -> float:
     """The 97.5 % quantile: from a table up to 10 degrees of freedom, then Fisher's expansion about the normal one."""
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]

@@ -26,13 +26,23 @@ def round_of(full_s: float, sparse_s: float) -> dict[str, Any]:
 def page_of(*rounds: dict[str, Any]) -> str:
     about = {"cores": 2, "cpu": "a", "torch": "b", "megatron_core": "c"}
     links = {"links": {"2": list(rounds)}, "bytes": 1, "iteration_s": 1.0, "interval": 4}
-    return "\n".join(slow_links.page({"machine": about, **links}))
+    return "\n".join(slow_links.page({"machine": about, **links, "gains": slow_links.gained(links)}))
 
 
 def test_a_round_is_judged_by_its_own_costs() -> None:
     (gain,) = slow_links.gains([round_of(1.25, 1.1)], interval=4, restart=10.0, mtbf=1000)
     # A snapshot of `full` costs 1 iteration; its best interval for 1,000 iterations is the square root of 2,000.
     assert gain == pytest.approx((1 - 12 / 1000) / 1.1 - (1 - (10 + 45 / 2 + 1) / 1000) / (1 + 1 / 45), abs=1e-4)
+
+
+def test_each_interval_that_counts_has_the_cost_of_one_snapshot() -> None:
+    # A snapshot every 4 iterations makes the next one a second longer; a fault strikes in the 23rd.
+    times = {at: 2.0 if at % 4 == 1 else 1.0 for at in range(1, 41)}
+    lines = [{"iteration": at, "iteration_time_s": times[at]} for at in (*range(1, 23), *range(21, 41))]
+    lines.insert(22, {"recovery": {}})
+    counted = slow_links._times(lines)
+    assert len(counted) == 16 + 12
+    assert sum(counted) / len(counted) == 1.25
 
 
 def test_one_is_ahead_only_beyond_the_interval_of_its_rounds() -> None:
