@@ -94,8 +94,20 @@ def test_only_checkpoints_of_the_same_state_are_gone_on_from() -> None:
 
 def test_tokens_of_a_checkpoint_that_failed_count_for_the_next_one() -> None:
     lineage = ExpertLineage()
-    lineage.count({0: (1, 2)})
-    lineage.count({0: (3, 4), 2: (5, 6)})
+    lineage.count(10, {0: (1, 2)})
+    lineage.count(20, {0: (3, 4), 2: (5, 6)})
     assert lineage.counted == {0: (4, 6), 2: (5, 6)}
-    lineage.saved(None)
+    lineage.saved(IN_TURN.complete(20, MARK))
     assert lineage.counted == {}
+
+
+def test_tokens_that_came_while_a_checkpoint_was_written_count_for_the_next_one() -> None:
+    lineage = ExpertLineage()
+    lineage.count(10, {0: (1, 2)})
+    lineage.count(20, {0: (3, 4)})
+    lineage.saved(IN_TURN.complete(10, MARK))
+    assert lineage.counted == {0: (3, 4)}
+    lineage.count(30, {0: (5, 6)})
+    assert lineage.counted == {0: (8, 10)}
+    lineage.saved(IN_TURN.complete(20, MARK))
+    assert lineage.counted == {0: (5, 6)}

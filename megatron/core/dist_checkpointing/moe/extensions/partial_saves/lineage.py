@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from moe_ckpt.dense.chain import Chain
 
@@ -14,19 +15,30 @@ class ExpertLineage:
 
     Attributes:
         chain: Of the newest checkpoint of this training; None: the next one has to be complete.
-        counted: By MoE layer and expert, tokens that all ranks routed to it since the checkpoint of `chain`.
+        counts: By the iteration up to which they were counted, tokens that all ranks routed, of no checkpoint yet.
     """
 
     chain: Chain | None = None
-    counted: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    counts: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
-    def count(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        """Add tokens of all ranks."""
-        self.counted = summed(self.counted, tokens)
+    @property
+    def counted(self) -> dict[int, tuple[int, ...]]:
+        """By MoE layer and expert, tokens that all ranks routed to it since the checkpoint of `chain`."""
+        return reduce(summed, self.counts.values(), {})
 
-    def saved(self, chain: Chain | None) -> None:
-        """The checkpoint of a chain is there."""
-        self.chain, self.counted = chain, {}
+    def count(self, iteration: int, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Add tokens.
+
+        Args:
+            iteration: Up to which they were counted.
+            tokens: By MoE layer and expert, of all ranks.
+        """
+        self.counts[iteration] = summed(self.counts.get(iteration, {}), tokens)
+
+    def saved(self, chain: Chain) -> None:
+        """The checkpoint of a chain is there. What was counted after it, while it was written, is of a later one."""
+        self.chain = chain
+        self.counts = {until: tokens for until, tokens in self.counts.items() if until > chain.iteration}
 
 
 def summed(first: Mapping[int, Sequence[int]], second: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:

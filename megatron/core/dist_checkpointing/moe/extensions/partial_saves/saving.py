@@ -120,7 +120,7 @@ class ExpertSaves:
         """What the checkpoint of `iteration` will hold, the same on every rank; a collective over all ranks."""
         counted = self._counter.take()() if self._counter is not None else None
         experts = live_experts(generated, self._chunks, counted)
-        self._lineage.count(experts.tokens)
+        self._lineage.count(iteration, experts.tokens)
         args = self._args
         saves = PartialSaves(
             experts.stages,
