@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 from unittest import mock
 
 import psutil
@@ -217,6 +219,33 @@ def test_it_ends_after_its_time_and_a_restart_does_not_wait_longer(
     assert time.monotonic() - begun_s < 120
     (line,) = capfd.readouterr().err.splitlines()
     assert "was NOT finished: not within 0.001 s" in line
+
+
+def test_it_ends_after_its_time_also_where_a_backend_catches_everything_and_hangs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def hangs(*_: object) -> NoReturn:
+        while True:
+            with suppress(BaseException):
+                time.sleep(3600)
+
+    lock = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    facts = {"lock": lock, "limit_s": 0.2, "rank": RANK, "place": "nowhere"}
+    monkeypatch.setattr(agent, "_first_line", lambda: json.dumps(facts).encode())
+    monkeypatch.setattr(agent, "last_line", lambda parent: b"[1]")
+    monkeypatch.setattr(agent, "_finish", hangs)
+    child = os.fork()
+    if not child:
+        os._exit(agent.main(os.getppid()))
+    until_s = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    os.close(lock)
+    assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 1
+    assert "was NOT finished: not within 0.2 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["", "from another slot"])

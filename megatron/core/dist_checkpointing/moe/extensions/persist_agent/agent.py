@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ...snapshot.persisting import CopyOrder
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOCK = "persisting.lock"
-MARGIN_S = 5.0
+TELL_S, MARGIN_S = 5.0, 5.0
 """How much longer than its own limit a restart waits for an agent, which may first have to start."""
 LONGEST_WAIT_S = 60.0
 """How long a job waits for the agent of an attempt that had one, if it has none itself."""
@@ -173,10 +173,6 @@ def last_line(parent: int) -> bytes:
             return last
 
 
-class _OutOfTime(Exception):
-    """The process has to end."""
-
-
 def main(parent: int) -> int:
     """What the process does; its exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -187,16 +183,29 @@ def main(parent: int) -> int:
     orders = last_line(parent)
     if orders in (b"", b"[]"):
         return 0
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.setitimer(signal.ITIMER_REAL, facts["limit_s"])
-    begun_s, rank, place = time.monotonic(), facts["rank"], facts["place"]
+    begun_s, rank, place, limit_s = time.monotonic(), facts["rank"], facts["place"], facts["limit_s"]
+
+    def tell_unfinished(why: str) -> None:
+        _tell(f"rank {rank}: what its trainer was persisting when it ended was NOT finished: {why}; older copies stay")
+
+    ended = threading.Lock()  # of whoever comes to an end first
+
+    def give_up() -> None:
+        # No exception: backends catch those, and may hang again as they clean up. What is not sealed is swept later.
+        if ended.acquire(blocking=False):
+            tell_unfinished(f"not within {limit_s:g} s")
+            os._exit(1)
+
+    limit = threading.Timer(limit_s, give_up)
+    limit.daemon = True
+    limit.start()
     try:
         iterations = _finish(orders, facts)
     except Exception as error:
-        reason = f"not within {facts['limit_s']:g} s" if isinstance(error, _OutOfTime) else str(error) or repr(error)
-        why = reason.splitlines()[0]
-        _tell(f"rank {rank}: what its trainer was persisting when it ended was NOT finished: {why}; older copies stay")
+        ended.acquire()
+        tell_unfinished((str(error) or repr(error)).splitlines()[0])
         return 1
+    ended.acquire()
     took = f"{time.monotonic() - begun_s:.2f} s"
     _tell(f"rank {rank}: its trainer ended while it persisted {iterations}; that was finished in {place}, {took}")
     return 0
@@ -247,14 +256,11 @@ def _skip_megatron_core() -> None:
         sys.modules[name] = package
 
 
-def _give_up(*_: object) -> NoReturn:
-    raise _OutOfTime
-
-
 def _tell(line: str) -> None:
-    with suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], TELL_S)[1]:  # a pipe that nobody reads would hold this process
+            os.write(2, f"{line}\n".encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    os._exit(main(int(sys.argv[1])))  # at once: threads of a backend may hang, and Python would wait for them
