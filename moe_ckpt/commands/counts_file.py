@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 from megatron.core.dist_checkpointing.moe.types import ModelShape
 
 from ..runs.run_log import parsed
@@ -24,6 +25,9 @@ option = click.option(
     " same.",
 )
 """For commands whose plans depend on them."""
+
+MOST_BYTES = 1 << 30
+"""Of the metrics log of a job; a longer one has to be cut."""
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -64,7 +68,7 @@ def load_counts(path: Path | None, shape: ModelShape) -> Counts:
 def _read(path: Path) -> Any:
     """What a JSON file holds; of a metrics log the rows by iteration, the last ones of an iteration that ran twice."""
     try:
-        content = path.read_bytes()
+        content = read_small(path, MOST_BYTES, through_links=True)
         if not content.lstrip().startswith(b"{"):
             return json.loads(content)
         logged: dict[int, Any] = {}

@@ -18,6 +18,7 @@ import torch
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
 
+from ..dense.names import SUMS_BYTES, read_beside
 from .config import Config
 from .weights import Shape
 
@@ -200,7 +201,7 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_beside(path, SUMS_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

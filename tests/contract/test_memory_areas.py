@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -179,3 +180,16 @@ def test_what_an_area_kept_is_given_back_where_the_next_attempt_does_not_use_it(
     assert drop_memory(config, process, "standby")
     assert not kept.exists()
     assert not drop_memory(config, process, "standby"), "there is nothing left to give back"
+
+
+def test_memory_that_stayed_mapped_for_a_next_attempt_goes_with_the_area(place: Path) -> None:
+    """Else a survivor's node keeps the pages of files that are gone, for as long as the process lives."""
+    config, process = MoECheckpointConfig(memory_dir=str(place)), ProcessInfo(RANK, "node-0", JOB)
+    store = open_memory(config, process, SEGMENTS[:1], "standby")
+    kept = str(slot_directories(place / "node-0", JOB, "standby")[RANK])
+    store.close(keep_mapped=True)
+    del store
+    assert kept in Path("/proc/self/maps").read_text()
+    assert drop_memory(config, process, "standby")
+    gc.collect()
+    assert kept not in Path("/proc/self/maps").read_text()

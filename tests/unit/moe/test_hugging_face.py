@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -28,7 +29,7 @@ from moe_ckpt.dense.integrity import seal
 from moe_ckpt.hugging_face.arguments import resolved
 from moe_ckpt.hugging_face.config import Config
 from moe_ckpt.hugging_face.families import read_model, written_config
-from moe_ckpt.hugging_face.folder import read_config, safetensors, sharding
+from moe_ckpt.hugging_face.folder import read_config, read_weight_map, safetensors, sharding
 from moe_ckpt.hugging_face.importing import flags
 from moe_ckpt.hugging_face.saved import places
 from moe_ckpt.hugging_face.weights import GroupedHeads, Rows, Vocabulary
@@ -125,6 +126,17 @@ def test_a_bad_folder_is_refused_with_names_and_leaves_nothing_behind(case: str,
     assert BAD[case][1] in str(caught.value) and "\n" not in str(caught.value)
     assert not list((tmp_path / "made").glob("*"))
     assert before == sorted((path.name, path.read_bytes()) for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("strange", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "endless"])
+def test_a_file_that_is_no_regular_one_is_refused_at_once(
+    name: str, strange: Callable[[Path], object], tmp_path: Path
+) -> None:
+    strange(tmp_path / name)
+    read: Callable[[Path], object] = read_config if name == "config.json" else read_weight_map
+    with pytest.raises(UnreadableCheckpoint, match=f"{name} cannot be read"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.moe.dense_saves import choosing as loading
+from megatron.core.dist_checkpointing.moe.dense_saves import writing
 from megatron.core.dist_checkpointing.moe.dense_saves.writing import RankFailure
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
@@ -143,12 +144,14 @@ def test_a_description_of_the_content_that_is_none_does_not_stop_the_reader(fold
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_ranks_that_wait_for_a_slow_sum_ask_again_and_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_a_slow_sum_ask_again_and_again_and_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A single collective would last as long as the largest file takes, and may time out."""
     asked, real, reduce = [], loading.damaged, dist.all_reduce
 
     def slow(sums: Any, **options: Any) -> Any:
-        time.sleep(10 * loading.POLL_INTERVAL_S)
+        time.sleep(10 * writing.POLL_INTERVAL_S)
         return real(sums, **options)
 
     def counted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
@@ -156,11 +159,13 @@ def test_ranks_that_wait_for_a_slow_sum_ask_again_and_again(folder: Path, monkey
         return reduce(tensor, *arguments, **named)
 
     monkeypatch.setattr(loading, "damaged", slow)
+    monkeypatch.setattr(writing, "SAY_EVERY_S", 0.1)
     monkeypatch.setattr(dist, "all_reduce", counted)
     seal(folder)
     with cpu_device.installed():
         loading.require_intact(integrity.read(folder) or {})
         assert len(asked) > 2
+        assert f"rank 0: still reading 2 files of {folder} for their checksums after 0 s" in caplog.text
         (folder / "a").write_bytes(b"some bytez")
         with pytest.raises(RankFailure, match="a is damaged: its checksum is"):
             loading.require_intact(integrity.read(folder) or {})

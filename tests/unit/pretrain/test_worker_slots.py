@@ -121,6 +121,22 @@ def test_a_standby_warms_up_says_so_and_takes_the_rank_that_it_is_told(
     assert launcher.receive(1.0) == [begun, ready, {"training": True}]
 
 
+def test_a_slot_that_comes_with_a_copy_which_nobody_waits_for_any_more_is_taken(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, other = ends
+    monkeypatch.delenv("RANK", raising=False)
+    launcher, (read, write) = Channel(other), os.pipe()
+    os.close(read)
+    launcher.send({"copy": True}, write)
+    launcher.send({"slot": {"RANK": "3", "WORLD_SIZE": "4"}})
+    os.close(write)
+    with monkeypatch.context() as scratch:
+        scratch.setattr(os, "environ", dict(os.environ))
+        WorkerSlot(channel).take(lambda: None, copies=False)
+        assert os.environ["RANK"] == "3"
+
+
 def test_a_standby_whose_launcher_ends_ends_too(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     channel, other = ends
     monkeypatch.delenv("RANK", raising=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,11 @@ from moe_ckpt.dense.names import (
 from ..errors import UnreadableCheckpoint, UsageError
 from ..storage.manifest import is_keyed
 from .directory import CheckpointDirectory
-from .writing import RankFailure, all_done, on_rank_zero, raise_on_all_ranks
+from .writing import RankFailure, await_everywhere, on_rank_zero, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
 # Compares the bytes of a checkpoint with what was saved, before any of them is loaded.
-
-POLL_INTERVAL_S = 0.05
 
 
 def require_intact(sums: Mapping[Path, FileSum]) -> None:
@@ -49,11 +47,7 @@ def require_intact(sums: Mapping[Path, FileSum]) -> None:
     own = shares(sums, dist.get_world_size())[dist.get_rank()]
     with ThreadPoolExecutor(1, "integrity") as beside:
         summing = beside.submit(damaged, {path: sums[path] for path in own})
-        # A single huge file may take one rank longer than a collective may last.
-        while True:
-            wait([summing], POLL_INTERVAL_S)
-            if all_done(summing.done()):
-                break
+        await_everywhere(summing, f"reading {len(own)} files of {next(iter(sums), Path()).parent} for their checksums")
         found = summing.result()
     raise_on_all_ranks(f"{found[0]}; restore the file or take another iteration" if found else None)
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,8 @@ from ..core_versions.training import replaced
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error, ranks_named
 from ..storage.manifest import is_keyed, use_secret
 from ..storage.small_files import read_secret, read_small
+
+log = logging.getLogger(__name__)
 
 # Outcomes that all ranks share: what fails on one rank is raised on all of them, with the same words.
 
@@ -91,6 +96,28 @@ def all_done(is_done: bool) -> bool:
     unfinished = torch.tensor([int(not is_done)], device=torch.cuda.current_device())
     dist.all_reduce(unfinished, op=dist.ReduceOp.MAX)
     return not unfinished.item()
+
+
+POLL_INTERVAL_S, SAY_EVERY_S = 0.05, 60.0
+
+
+def await_everywhere(work: Future[Any] | None, doing: str) -> None:
+    """Wait until the work of every rank has ended; a collective over all ranks.
+
+    A rank may take longer than a collective may last, as for one huge file, so this has no limit: whoever is not done
+    says so every minute.
+
+    Args:
+        work: Of this rank, if it has any.
+        doing: What it is, for the log.
+    """
+    begun_s = said_s = time.monotonic()
+    while not all_done(work is None or work.done()):
+        wait([work] if work is not None else [], POLL_INTERVAL_S)
+        if work is not None and not work.done() and time.monotonic() - said_s > SAY_EVERY_S:
+            said_s = time.monotonic()
+            took_s = said_s - begun_s  # at the level at which ranks other than 0 are heard
+            log.error("rank %d: still %s after %.0f s; the others wait for it", dist.get_rank(), doing, took_s)
 
 
 type Step = Callable[[], None]

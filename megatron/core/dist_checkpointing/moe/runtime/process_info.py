@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import re
-import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from ..ports import Json, Manifest, Store
 from ..resharding.generation import LiveLayout
 from ..resharding.store import ReshardingStore
 from ..snapshot.memory_limit import NodeMemory
-from ..storage.memory import MemoryStore
+from ..storage.memory import MemoryStore, remove_area
 from ..storage.objects import open_durable
 from ..storage.ownership import (
     Claim,
@@ -316,7 +315,7 @@ def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> b
     if not folder.is_dir():
         return False
     claim = Claim(*slot)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_area(folder)
     claim.release()
     with suppress(OSError):  # other ranks or areas are in it
         folder.parent.rmdir()

@@ -274,6 +274,8 @@ class WorkerSlot:
                 self._channel.close()  # here is the copy: that one is the original's
                 self._channel = channel
                 self._say_ready(copies=False)
+        while self._channel is not None and self._channel.descriptors:  # of a copy that came too late
+            os.close(self._channel.descriptors.pop())
         signal.signal(signal.SIGINT, interrupt)
         self._sit(message["slot"])
 
@@ -282,11 +284,12 @@ class WorkerSlot:
         self._channel.send({"version": VERSION, "pid": os.getpid(), "ready": True, "copies": copies})
 
     def _next_message(self) -> Message:
-        """The launcher sends one at a time, and waits for what comes of it. Raises ConnectionError."""
+        """The launcher sends one at a time, and waits for what comes of it: a slot behind a copy that came too late
+        stands for both. Raises ConnectionError."""
         assert self._channel is not None
         while not (messages := self._channel.receive(LOOK_S)):
             pass
-        return messages[0]
+        return next((one for one in messages if "slot" in one), messages[0])
 
     def training(self) -> None:
         """New iterations are trained here: from now on standbys are in nobody's way."""

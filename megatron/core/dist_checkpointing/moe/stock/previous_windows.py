@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ..config import MoECheckpointConfig
 from ..dense_saves.directory import CheckpointDirectory
-from ..dense_saves.writing import all_done, on_rank_zero, problem_of_all
+from ..dense_saves.writing import await_everywhere, on_rank_zero, problem_of_all
 from ..errors import MoECheckpointError, UsageError
 from ..resharding.store import PreviousWindow
 from ..storage.small_files import SECRET_FILE
@@ -72,7 +72,7 @@ def made_whole(
         args: Of Megatron-LM.
         config: Of this job.
         window: What another layout left.
-        copy_older: Copies that to a folder; used on rank 0 where some of it lies in memory.
+        copy_previous: Copies that to a folder; used on rank 0 where some of it lies in memory.
 
     Raises:
         UsageError: On all ranks alike; everything stays where it is.
@@ -89,8 +89,7 @@ def made_whole(
             work = config, window, copy_previous, folder, leaving
             converting = beside.submit(_converted, *work) if dist.get_rank() == 0 else None
             try:
-                while not all_done(converting is None or converting.done()):
-                    wait([converting] if converting is not None else [], POLL_INTERVAL_S)
+                await_everywhere(converting, f"converting {window}")
             except BaseException:
                 leaving.set()  # nobody needs what comes of it
                 raise

@@ -47,6 +47,14 @@ _KEPT: dict[Path, tuple[int, mmap.mmap]] = {}
 """By the path of a segment, its inode and the mapping that a store of this process left to the next one there."""
 
 
+def remove_area(folder: Path) -> None:
+    """Remove the folder of a store, and the mappings that one of this process left to the next one there."""
+    for path in list(_KEPT):
+        if path.parent == folder:
+            _KEPT.pop(path, None)  # a mapping holds the pages of its file
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @dataclass(eq=False)
 class MappedSegment:
     """A preallocated file, mapped once; `lent` are the buffers that a writer has handed out, `read` the locks of those
@@ -294,7 +302,7 @@ class MemoryStore:
 
     def remove(self) -> None:
         """Give all memory back to the node, sealed snapshots included: at the end of a job."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_area(self.directory)
         with suppress(OSError):
             self.directory.parent.rmdir()
         self.close()

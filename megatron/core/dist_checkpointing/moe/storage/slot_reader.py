@@ -143,14 +143,15 @@ class SlotReader:
         The owner holds the exclusive lock beside a manifest only for the moment between committing and unlocking.
         """
         path, manifest = self.directory / f"{entry.segment}.bin", self.directory / entry.name
+        until_s = time.monotonic() + LOCK_S
         while os.path.exists(manifest):
             try:
                 # Tried again and again, not waited for: a waiting flock could not be given up when the manifest goes.
                 lock = FileLock(self._system, path, exclusive=False)
-            except BlockingIOError:
-                time.sleep(_LOCK_RETRY_S)
-                continue
             except OSError as error:
+                if isinstance(error, BlockingIOError) and time.monotonic() < until_s:
+                    time.sleep(_LOCK_RETRY_S)
+                    continue
                 raise UnreadableCheckpoint(f"{path}: {error.strerror}; use another copy") from error
             # Asked again under the lock: the segment may have been freed and even overwritten before it was taken. From
             # here on it cannot be, whatever happens to the manifest.
