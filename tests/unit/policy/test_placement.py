@@ -368,6 +368,13 @@ def test_replicas_leave_their_allocation_unit_while_there_is_another(
         assert len({topology.node(peer) for peer in peers} - {topology.node(owner)}) >= min(r, elsewhere, there - 1)
 
 
+def test_no_replica_is_on_its_owners_node_while_a_rank_elsewhere_is_free() -> None:
+    nodes = (0, 0, 1, 1, 2, 2, 2, 2)
+    topology = Topology(8, nodes=nodes, units=(0, 0, 0, 0, 1, 1, 1, 1))
+    for owner, peers in enumerate(place_replicas(topology, 4).peers):
+        assert nodes[owner] not in {nodes[peer] for peer in peers}
+
+
 def test_replicas_beyond_the_units_are_on_other_nodes() -> None:
     topology = Topology(16, ranks_per_node=2, units=tuple(rank // 8 for rank in range(16)))
     for owner, peers in enumerate(place_replicas(topology, 2).peers):

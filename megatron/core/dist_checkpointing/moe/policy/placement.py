@@ -103,10 +103,11 @@ def _over_units(topology: Topology, r: int, units: int) -> Peers:
     # Of so many others on different nodes, or in the end on any, enough are left.
     wanted = min(topology.world_size - 1, r + apart * max(map(len, topology.ranks_by_node.values())))
     found = []
-    for first, more in zip(peers, _over_nodes(replace(topology, units=None), wanted), strict=True):
-        taken = {topology.node(peer) for peer in first}
+    for rank, (first, more) in enumerate(zip(peers, _over_nodes(replace(topology, units=None), wanted), strict=True)):
+        taken = {topology.node(peer) for peer in (rank, *first)}
         elsewhere = [peer for peer in more if topology.node(peer) not in taken]
         rest = [peer for peer in more if peer not in first and peer not in elsewhere]
+        rest.sort(key=lambda peer: topology.node(peer) == topology.node(rank))  # its own node protects from least
         found.append((*first, *(elsewhere + rest)[: r - apart]))
     return found
 
