@@ -17,7 +17,7 @@ from typing import Any
 
 from memory import give_back, holds_state, keep, take
 from orphaned import requeue_if_orphaned
-from rendezvous import report
+from rendezvous import REFUSED_WITH_STATE, outcome_at, report
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -56,8 +56,9 @@ def main(argv: Sequence[str]) -> int:
         code, is_spare = 0, True
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # A spare that was not needed does not know whether training has ended.
-        give_back(os.environ[NODE_NAME], 1 if code is None or is_spare else code)
+        # A spare that was not needed asks whether training has ended: it may have trained before, and kept memory.
+        is_over = code is not None and (not is_spare or outcome_at(_endpoint(argv)) == 0)
+        give_back(os.environ[NODE_NAME], code if code is not None and is_over else 1)
         if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
     return 1 if code is None else code
@@ -86,7 +87,7 @@ def _lead(argv: Sequence[str]) -> int | None:
         refuse_what_cannot_start(options)
     except SystemExit:
         # Where only few nodes refuse, such as one without a label of its unit, the others train.
-        return _reported(_endpoint(argv), 2, of_nodes=int(os.environ.get("MOE_CKPT_SPARES", "0")) + 1)
+        return _reported(_endpoint(argv), 2, of_nodes=_more_than_spares())
     register_backend(_Handler)
     with verdict_of_ranks() as verdict:
         try:
@@ -94,8 +95,12 @@ def _lead(argv: Sequence[str]) -> int | None:
                 run(options)
             code = verdict()
             # Ranks leave what to do with their state in memory to a user, or what to mend before they read it.
-            if code == 1 or (code == 2 and holds_state(os.environ[NODE_NAME])):
+            if code == 1:
                 keep()
+            elif code == 2 and holds_state(os.environ[NODE_NAME]):
+                keep()
+                _reported(options.rdzv_endpoint, REFUSED_WITH_STATE)
+                return code
         except NodeExcluded as error:
             sys.stderr.write(f"{error}\n")
             return NODE_LEAVES  # the others continue
@@ -104,7 +109,12 @@ def _lead(argv: Sequence[str]) -> int | None:
         except (ChildFailedError, RendezvousError) as error:
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
             return None
-        return _reported(options.rdzv_endpoint, code)
+        # Of one node that is told to end, others may train on.
+        return _reported(options.rdzv_endpoint, code, of_nodes=_more_than_spares() if code > 128 else 1)
+
+
+def _more_than_spares() -> int:
+    return int(os.environ.get("MOE_CKPT_SPARES", "0")) + 1
 
 
 def _reported(endpoint: str, code: int, of_nodes: int = 1) -> int:

@@ -154,7 +154,7 @@ decide() {
     elif [ "$code" = 0 ]; then
         cancel_chain
         end 0 "training has ended"
-    elif [ "$code" = 2 ] && [ -e "$MOE_CKPT_MEMORY/keep" ]; then
+    elif [ "$code" = 3 ]; then
         hold "flags or inputs cannot work, see above; memory stays in $MOE_CKPT_MEMORY"
     elif [ "$code" = 2 ]; then
         cancel_chain
@@ -179,7 +179,8 @@ go_on() {
 
 # Nothing runs again before a user has decided; the next job of a chain would begin without what is in memory.
 hold() {
-    [ "$MOE_CKPT_ON_STOP" = requeue ] || { cancel_chain; end 1 "$1 of $SLURM_JOB_NODELIST"; }
+    [ "$MOE_CKPT_ON_STOP" = requeue ] ||
+        { cancel_chain; end 1 "$1 of $SLURM_JOB_NODELIST, until another job ends there where epilog.sh is installed"; }
     say "$1; requeued and held: once that is mended, run scontrol update JobId=$SLURM_JOB_ID\
  ReqNodeList=$SLURM_JOB_NODELIST, and scontrol release $SLURM_JOB_ID"
     requeue requeuehold
@@ -188,13 +189,24 @@ hold() {
 requeue() {
     leave
     trap '' TERM
-    scontrol "$1" "$SLURM_JOB_ID"
+    again scontrol "$1" "$SLURM_JOB_ID"
     exit 0
+}
+
+# A controller that fails over, or has much to do, refuses for a while; the memory of a job that ends then is freed.
+again() {
+    local try
+    for try in 1 2 3 4; do
+        "$@" && return
+        say "$* failed, try $try of 5"
+        sleep "${MOE_CKPT_RETRY_S:-15}"
+    done
+    "$@"
 }
 
 # The later jobs of a chain have nothing to do.
 cancel_chain() {
-    [ "$MOE_CKPT_ON_STOP" = requeue ] || scancel --state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER"
+    [ "$MOE_CKPT_ON_STOP" = requeue ] || again scancel --state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER"
 }
 
 leave() {

@@ -13,10 +13,13 @@ import sys
 import time
 
 PATIENCE_S, ASK_S = 30.0, 60.0
+GONE_S, AGAIN_S = 900.0, 10.0
+"""How long Slurm may take to count a node that does not answer as down (SlurmdTimeout), and how often it is asked."""
 
 
 def requeue_if_orphaned(endpoint: str, ran_s: float) -> bool:
-    """Have the job requeued, or in a chain cancelled for the next one, where nobody answers at HOST:PORT any more.
+    """Have the job requeued, or in a chain cancelled for the next one, where nobody answers at HOST:PORT any more and
+    Slurm says that the batch node is down. Where it is not, this node alone may be cut off, and the others train on.
 
     Every agent that has reached it asks, and the first one gets it: the others are told that there is nothing to
     requeue. Nobody does that ran for less than MOE_CKPT_MIN_RUN_S: `job.sh` would not requeue the job either.
@@ -27,13 +30,19 @@ def requeue_if_orphaned(endpoint: str, ran_s: float) -> bool:
     command = (
         ["scontrol", "requeue", job] if os.environ.get("MOE_CKPT_ON_STOP", "requeue") == "requeue" else ["scancel", job]
     )
-    said = f"job {job}: {endpoint} has not answered for {PATIENCE_S:g} s, so the batch script is gone: "
+    said = f"job {job}: {endpoint} has not answered for {PATIENCE_S:g} s: "
     if ran_s < least_s:
         sys.stderr.write(f"{said}what fails within {least_s:g} s would fail again, so see why, and run scancel {job}\n")
         return False
-    if shutil.which(command[0]) is None:
-        sys.stderr.write(f"{said}{command[0]} is not here, so run {' '.join(command)}\n")
+    needed = (command[0], "squeue", "sinfo")
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        told = f"{', '.join(missing)} not here, so if the batch node is down run {' '.join(command)}"
+        sys.stderr.write(f"{said}{told}\n")
         return False
+    if not _is_down(job):
+        sys.stderr.write(f"{said}but Slurm does not call the batch node down, so this node leaves alone\n")
+        return False
+    said += "the batch node is down: "
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:
@@ -42,6 +51,28 @@ def requeue_if_orphaned(endpoint: str, ran_s: float) -> bool:
     result = "asked for" if not asked.returncode else f"refused ({asked.stderr.strip()[:200]})"
     sys.stderr.write(f"{said}{' '.join(command)} {result}\n")
     return not asked.returncode
+
+
+def _is_down(job: str) -> bool:
+    """Whether Slurm calls the node of the batch script down, or says that it does not respond, within `GONE_S`."""
+    until_s = time.monotonic() + GONE_S
+    while True:
+        node = _asked("squeue", "--noheader", "--format=%B", f"--jobs={job}")
+        state = _asked("sinfo", "--noheader", "--format=%T", f"--nodes={node}") if node else ""
+        if state.startswith(("down", "fail", "powered_down", "powering_down", "unknown")) or "*" in state:
+            return True
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(min(AGAIN_S, GONE_S / 10))
+
+
+def _asked(*command: str) -> str:
+    """The first word of the answer; empty where there is none."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        return ""
+    return next(iter(answer.stdout.split()), "")
 
 
 def _answers(endpoint: str, patience_s: float) -> bool:

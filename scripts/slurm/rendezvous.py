@@ -8,11 +8,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistError, DistNetworkError, TCPStore
 
 OUTCOME, NOTED = "moe-ckpt/outcome", "moe-ckpt/noted"
 LISTENS = ".listens"
-ANSWER_S, POLL_S = 30.0, 0.5
+REFUSED, REFUSED_WITH_STATE = 2, 3
+"""What agents report where ranks refuse flags or inputs; the second one where snapshots in memory wait for that."""
+ANSWER_S, POLL_S, GRACE_S = 30.0, 0.5, 5.0
 
 
 def main(port: int, file: Path) -> None:
@@ -26,10 +28,17 @@ def main(port: int, file: Path) -> None:
     except DistNetworkError as error:
         reason = str(error).splitlines()[0]
         sys.exit(f"nothing can listen at port {port} here, set MOE_CKPT_RDZV_PORT to a free one: {reason}")
-    file.with_name(file.name + LISTENS).touch()
+    reserved = file.with_name(file.name + LISTENS)
+    reserved.write_bytes(b"none")  # room that a tmpfs full of snapshots may not have at the end
     while not store.check([OUTCOME]):
         time.sleep(POLL_S)
-    file.write_bytes(store.get(OUTCOME))
+    code = store.get(OUTCOME)
+    if int(code) == REFUSED:
+        time.sleep(GRACE_S)  # another node may have snapshots
+        code = str(REFUSED_WITH_STATE).encode() if store.check([f"{OUTCOME}/{REFUSED_WITH_STATE}"]) else code
+    with reserved.open("r+b") as outcome:
+        outcome.truncate(outcome.write(code))
+    reserved.rename(file)
     store.set(NOTED, "")
     while True:
         signal.pause()
@@ -44,6 +53,17 @@ def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
     if store.add(f"{OUTCOME}/{code}", 1) >= of_nodes:
         store.set(OUTCOME, str(code))
         store.wait([NOTED])
+
+
+def outcome_at(endpoint: str) -> int | None:
+    """How the job has ended, as the keeper at HOST:PORT has been told by now or is soon; None where nobody says."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
+        store.wait([OUTCOME])
+        return int(store.get(OUTCOME))
+    except DistError:
+        return None
 
 
 if __name__ == "__main__":

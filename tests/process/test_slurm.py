@@ -70,7 +70,7 @@ def agent():
     elif what in ("undecided", "refused"):
         (mine / "left").touch()
         code = 1 if what == "undecided" else 2
-        outcome.write_text(str(code))
+        outcome.write_text("1" if what == "undecided" else "3")
         memory.keep()
         sys.exit(code)
     elif what == "failed":
@@ -200,6 +200,21 @@ def test_a_chain_ends_where_ranks_leave_the_decision_to_a_user(play: Play) -> No
     assert code == 1, said
     assert "job 2 starts" not in said
     assert "left in memory: moe-ckpt-job-1" in said
+
+
+@pytest.mark.parametrize(("fails", "code"), [(2, 0), (9, 1)])
+def test_slurm_is_asked_again_where_it_refuses_for_a_while(fails: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> asked\n[ "$(wc -l < asked)" -gt {fails} ]\n')
+    (tmp_path / "scontrol").chmod(0o700)
+    script = (
+        f"set -e; say() {{ echo \"$*\" >&2; }}; eval \"$(sed -n '/^again()/,/^}}/p' '{SLURM}/job.sh')\";"
+        " again ./scontrol requeue 7"
+    )
+    environment = os.environ | {"MOE_CKPT_RETRY_S": "0"}
+    asked = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert asked.returncode == code
+    assert (tmp_path / "asked").read_text() == "requeue 7\n" * min(fails + 1, 5)
+    assert asked.stderr.count("scontrol requeue 7 failed, try") == min(fails, 4)
 
 
 @pytest.mark.ci
@@ -470,6 +485,23 @@ def test_a_spare_that_was_not_needed_leaves_kept_memory_to_the_next_run(
     assert (tmp_path / "memory" / "node-0").is_dir()
 
 
+def test_a_spare_that_was_not_needed_frees_kept_memory_where_training_has_ended(
+    lead: Callable[[int, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"MOE_CKPT_KEEP_MEMORY": "1"})
+    agent, keeper = importlib.import_module("agent"), importlib.import_module("rendezvous")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store.set(keeper.OUTCOME, "0")
+    (tmp_path / "memory" / "node-0").mkdir(parents=True)
+
+    def run(_options: object) -> None:
+        raise agent.SpareNotNeeded
+
+    monkeypatch.setattr(agent, "run", run)
+    assert agent.main(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", __file__]) == 0
+    assert not (tmp_path / "memory").exists()
+
+
 @pytest.mark.parametrize("verdict", [0, 1, 2])
 def test_what_ranks_have_decided_is_not_run_again_when_the_batch_script_is_gone(
     verdict: int, lead: Callable[[int, str], int], asked: Path, capsys: pytest.CaptureFixture[str]
@@ -504,9 +536,11 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with what Slurm is asked for."""
-    for name in ("scontrol", "scancel"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{tmp_path}/asked"\n')
+    """The file with what Slurm is asked for; the batch node is down unless the file `state` says otherwise."""
+    does = {name: f'echo "{name} $*" >> "{tmp_path}/asked"' for name in ("scontrol", "scancel")}
+    does |= {"squeue": "echo node-0", "sinfo": f'cat "{tmp_path}/state" 2>/dev/null || echo "down*"'}
+    for name, what in does.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{what}\n")
         (tmp_path / name).chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -529,13 +563,67 @@ def test_nodes_whose_batch_script_is_gone_have_the_job_requeued(
     assert not asked.exists()
     assert orphaned.requeue_if_orphaned(endpoint, 601.0)
     assert asked.read_text() == f"{command}\n"
-    assert f"so the batch script is gone: {command} asked for" in capsys.readouterr().err
+    assert f"the batch node is down: {command} asked for" in capsys.readouterr().err
+
+
+def test_a_node_that_alone_does_not_reach_the_batch_node_leaves_the_job_to_the_others(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    orphaned = importlib.import_module("orphaned")
+    monkeypatch.setattr(orphaned, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(orphaned, "GONE_S", 0.2)
+    (asked.parent / "state").write_text("mixed\n")
+    assert not orphaned.requeue_if_orphaned(f"localhost:{free_port()}", 601.0)
+    assert "Slurm does not call the batch node down, so this node leaves alone" in capsys.readouterr().err
+    assert not asked.exists()
+
+
+def test_one_node_that_is_told_to_end_does_not_decide_how_the_job_has_ended(
+    lead: Callable[[int, str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"MOE_CKPT_SPARES": "1"})
+    store, keeper = (
+        TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
+        importlib.import_module("rendezvous"),
+    )
+    store.set(keeper.NOTED, "")
+    agent = importlib.import_module("agent")
+
+    def told(_options: object) -> None:
+        raise agent.SignalException("told", signal.SIGTERM)
+
+    with monkeypatch.context() as scratch:
+        scratch.setattr(agent, "run", told)
+        assert agent.main(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", __file__]) == 143
+    assert not store.check([keeper.OUTCOME])
+    assert lead(0, f"localhost:{store.port}") == 0
+    assert store.get(keeper.OUTCOME) == b"0"
+
+
+@pytest.mark.parametrize("reports", [(2, 3), (3, 2), (2,)])
+def test_snapshots_of_one_node_outweigh_that_others_have_none(reports: tuple[int, ...], tmp_path: Path) -> None:
+    port, outcome = free_port(), tmp_path / "outcome"
+    code = f"import sys; sys.path.insert(0, {str(SLURM)!r}); import rendezvous; rendezvous.GRACE_S = 0.5;"
+    code += f"from pathlib import Path; rendezvous.main({port}, Path({str(outcome)!r}))"
+    keeper = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until((tmp_path / "outcome.listens").exists)
+        client = TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=HANG_TIMEOUT_S))
+        for report in reports:
+            client.add(f"moe-ckpt/outcome/{report}", 1)
+            client.set("moe-ckpt/outcome", str(report))
+        client.wait(["moe-ckpt/noted"])
+        assert outcome.read_text() == str(max(reports))
+    finally:
+        keeper.send_signal(signal.SIGUSR1)
+        assert keeper.wait(HANG_TIMEOUT_S) == 0
 
 
 IMPATIENT = f"""
 import sys
 sys.path.insert(0, {str(SLURM)!r})
 import agent, orphaned
+orphaned.GONE_S = 0.2
 from megatron.pretrain import rendezvous
 orphaned.PATIENCE_S = rendezvous.PAUSE_S = 0.2
 sys.exit(agent.main(sys.argv[1:]))

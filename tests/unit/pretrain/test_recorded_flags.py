@@ -12,6 +12,7 @@ from moe_ckpt.commands.convert import _DROPPED, recorded
 
 GIVEN = (
     "--num-layers 4 --save old --save-interval=5 --async-save --ckpt-format torch --load-main-params-from-ckpt "
+    "--non-persistent-ckpt-type local --replication --replication-jump 2 --logits-save-dir logits "
     "--data-path 1 one 2 other --load old --finetune --moe-ckpt-inject-fault 0@1 --moe-ckpt-inject-fault=1@2 "
     "--moe-ckpt-replicate gradients --moe-ckpt-strict --moe-ckpt-window 3 --lr -1 --exit-interval 7 --bf16"
 )
