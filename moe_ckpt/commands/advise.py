@@ -143,7 +143,7 @@ def _sensitivity(question: Question, advice: Advice) -> Table:
         (one.constant, f"{one.value:.3g}", one.interval, one.ettr, one.stock_ettr)
         for one in (sensitivity(question, tried) if tried is not None else ())
     )
-    columns = "fitted constant | at | interval:count | ETTR by formula:share | async torch_dist:share"
+    columns = "constant | at | interval:count | ETTR by formula:share | async torch_dist:share"
     return table("Sensitivity to what was fitted or assumed", columns, rows)
 
 

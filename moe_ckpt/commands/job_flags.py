@@ -59,6 +59,10 @@ SHARED = {
 """Parameters that all of these commands have, by the heading under which `--help` shows them."""
 
 
+UNPAID = ("replicate", "budget_local", "budget_remote")
+"""Settings that change the bytes of a job, and not what a plan says that training pays for them."""
+
+
 @dataclass(frozen=True)
 class JobFlags:
     """What the flags of a job say.
@@ -92,16 +96,22 @@ class JobFlags:
 
     def left_out(self, *taken: str) -> tuple[str, ...]:
         """Sentences that list the flags of the job that have no effect. taken: settings of `config` that have one; of
-        a plan, which has none to name, all of them do, and `--freeze-experts`."""
-        not_modelled, unused = self.not_modelled, self.unused
+        a plan, which has none to name, all of them do, and `--freeze-experts`, but for some on what training pays."""
+        not_modelled, unused, unpaid = self.not_modelled, self.unused, ("--freeze-experts",) * self.frozen_experts
+        given = {
+            field.name: flag_name(field, MoECheckpointConfig.PREFIX)
+            for field in fields(self.config)
+            if field.name not in taken and getattr(self.config, field.name) != field.default
+        }
         if taken:
-            not_modelled += ("--freeze-experts",) * self.frozen_experts
-            unused += tuple(
-                flag_name(field, MoECheckpointConfig.PREFIX)
-                for field in fields(self.config)
-                if field.name not in taken and getattr(self.config, field.name) != field.default
-            )
-        said = {"Not modelled, so memory and time may differ": not_modelled, "Change nothing here": unused}
+            not_modelled, unused, unpaid = not_modelled + unpaid, unused + tuple(given.values()), ()
+        else:
+            unpaid += tuple(flag for name, flag in given.items() if name in UNPAID)
+        said = {
+            "Not modelled, so memory and time may differ": not_modelled,
+            "Not in what checkpoints add, nor in ETTR": unpaid,
+            "Change nothing here": unused,
+        }
         return tuple(f"{what}: {', '.join(flags)}." for what, flags in said.items() if flags)
 
 

@@ -81,7 +81,7 @@ def plan(
     facts = (*_what(found), *_cost(found, behaviour), *_memory(found), *_replicas(found, placed))
     if recovery is not None:
         facts += tuple(_recovery(found, *recovery))
-    if behaviour is not None and mtbf_s is not None:
+    if behaviour is not None and mtbf_s is not None and (config.persist_dir or placed.fatal_nodes > 1):
         facts += (Fact("ETTR", ettr(behaviour, mtbf_s), "share"),)
     tables = [table("Does not fit", "what | way out", problems), _snapshots(found)]
     tables += [] if found.exact else [_experts(found)]
@@ -224,7 +224,9 @@ def _problems(found: PlannedJob, placed: ReplicaCoverage, why: str) -> Iterator[
             "more nodes",
         )
     if why:
-        yield f"after the loss of a node {why}", "--moe-ckpt-replicas 1, or --moe-ckpt-persist-dir"
+        stored = "the state in --moe-ckpt-persist-dir, which is older"
+        way_out = stored if found.job.config.persist_dir else "--moe-ckpt-replicas 1, or --moe-ckpt-persist-dir"
+        yield f"after the loss of a node {why}", way_out
 
 
 def _snapshots(found: PlannedJob) -> Table:

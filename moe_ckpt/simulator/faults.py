@@ -66,7 +66,8 @@ class FailureMix:
 
     rack_share: that take all nodes of a rack, of `rack_nodes` neighbours. repeat_share: of a node that failed before,
     `repeat_s` after it came back into use. slow_share: that begin with a node which makes iterations longer, by the
-    share `slowdown`, for `slow_s` until it is found. Raises UsageError for shares outside of 0 to below 1.
+    share `slowdown`, for `slow_s` until it is found. Raises UsageError for shares outside of 0 to below 1,
+    and of more than 1 together.
     """
 
     rack_share: float = 35 / 419
@@ -84,6 +85,8 @@ class FailureMix:
         for name in ("rack_share", "repeat_share", "slow_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, but is a share below 1")
+        if self.rack_share + self.repeat_share + self.slow_share > 1:
+            raise UsageError("rack_share, repeat_share and slow_share are more than 1 together: no failure is of two")
 
 
 def correlated(
@@ -110,7 +113,8 @@ def correlated(
         at_s += mtbf_s / (1 - mix.repeat_share) * chance.expovariate(1.0)
         if at_s >= duration_s:
             break
-        node, kind = chance.randrange(nodes), chance.random()
+        # Kinds are those of first failures, their shares of all.
+        node, kind = chance.randrange(nodes), (1 - mix.repeat_share) * chance.random()
         hit, slow_s = {node}, 0.0
         if kind < mix.rack_share:
             first = node // mix.rack_nodes * mix.rack_nodes

@@ -101,13 +101,13 @@ class PlannedJob:
         return max(0.0, self.copied[lane][index] / self.setting.host_bytes_per_s - self.setting.iteration_s)
 
     def lag_s(self, lane: Lane, index: int) -> float:
-        """Seconds by which replicas of a snapshot take longer than the iterations until the next snapshot.
+        """Seconds by which replicas of a snapshot take longer than training leaves the network alone until the next.
 
         Args:
             lane: Pipeline stage and expert-parallel rank of the ranks that are asked for.
             index: Number of the snapshot in the turn.
         """
-        has_s = self.interval * self.setting.iteration_s
+        has_s = self.interval * self.setting.free_s
         return max(0.0, self.sent[lane][index] / self.setting.fetch_bytes_per_s - has_s)
 
     @property
@@ -127,7 +127,7 @@ class PlannedJob:
         threshold = config.plt_threshold or 1.0
         share = config.pec_k_snapshot / max(1, self.job.num_experts)
         systems: dict[str, CheckpointSystem] = {
-            "full": Gemini(self.interval, shortest=not self.is_late),
+            "full": Gemini(self.interval, shortest=True),
             "sparse": MoEvement(self.window, self.logs),
             "pec": Moc(share, threshold * 3600 / iteration_s),
             "selective": Moetion(),
@@ -168,7 +168,11 @@ def planned_job(
         tokens=training.tokens,
         frozen_experts=frozen_experts,
     )
-    setting = replace(setting, constants=replace(setting.constants, replicas=job.replicas))
+    stored = replace(setting.constants, replicas=job.replicas, persist_slowdown=0.0)
+    if config.persist_dir:
+        every_s = config.persist_interval * setting.iteration_s
+        stored = replace(setting.constants, replicas=job.replicas, persist_every_s=every_s)
+    setting = replace(setting, constants=stored)
 
     def start() -> Driver:
         return Driver(

@@ -18,7 +18,9 @@ CONSTANTS = {
     "contention": (
         "fitted",
         f"{_TABLE3}: MoEvement's ETTR, 12 cells, with local_restart_s. For this project, without a value: assumed by"
-        " the roofline, as Gemini (SOSP 2023) reports no overhead of a checkpoint per iteration; no GPU was measured",
+        " the roofline, as Gemini (SOSP 2023) reports no overhead of a checkpoint per iteration. The end of its band:"
+        f" on one H100 iterations of a small model were longer by {FOUND['measured']['contention']:g} times what a copy"
+        " takes, docs/results/h100.md",
     ),
     "copies_weights": (
         "given",
@@ -63,7 +65,7 @@ UTILISATION = {
         f"A100, DeepSpeed: one iteration time of {_TABLE3}. Megatron: 0.85 of the data sheet, assumed",
     ),
     "hidden_share": ("published", "Megatron-MoE-ModelZoo, Qwen3-235B on 256 H100: 19.7 s, 17.6 s with overlap"),
-    "nic_share": ("fitted", "with network_share, one value"),
+    "nic_share": ("given", "network_share, one value"),
     "nvlink_share": ("assumed", "what NCCL usually reaches; moves no iteration by more than a few per cent"),
     "latency_s": ("assumed", "as nvlink_share"),
     "optimizer_bytes_per_s": ("assumed", "three quarters of the memory's rate"),
@@ -97,9 +99,14 @@ def sourced(constants: Constants = THIS_PROJECT, utilisation: Utilisation = MEGA
             yield Sourced(field.name, getattr(constants, field.name), *CONSTANTS[field.name])
     for mode, share in COMEBACKS.items():
         where = FOUND["measured"]["source"]
-        kind = ("measured", f"{where}: medians of restart, rendezvous and build, by those of new processes")
+        kind = ("measured", f"{where}: medians of restart, import and build, by those of new processes")
         yield Sourced(f"comeback {mode}", share, *kind)
     for utilised in fields(Utilisation):
-        if utilised.name != "source":
-            yield Sourced(utilised.name, getattr(utilisation, utilised.name), *UTILISATION[utilised.name])
-    yield Sourced("memory_share on A100", MOEVEMENT_UTILISATION.memory_share, *UTILISATION["memory_share"])
+        if utilised.name == "source":
+            continue
+        how, source = UTILISATION[utilised.name]
+        if utilised.name == "imbalance" and utilisation.imbalance != 1:
+            how = "fitted"
+        yield Sourced(utilised.name, getattr(utilisation, utilised.name), how, source)
+    if utilisation.memory_share != MOEVEMENT_UTILISATION.memory_share:
+        yield Sourced("memory_share on A100", MOEVEMENT_UTILISATION.memory_share, *UTILISATION["memory_share"])

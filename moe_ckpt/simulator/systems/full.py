@@ -91,7 +91,7 @@ class Gemini:
     ) -> Behaviour:
         """See `CheckpointSystem`."""
         count = setting.constants.replicas if self.replicas is None else self.replicas
-        dense = _lagging(setting, count) if self.shortest else _in_memory(setting, count)
+        dense = _lagging(setting, count, self.interval) if self.shortest else _in_memory(setting, count)
         interval = self.interval or (
             full_interval(setting, mtbf_s, count) if self.shortest else _oracle(dense, setting, mtbf_s)
         )
@@ -178,12 +178,16 @@ def full_interval(setting: SystemSetting, mtbf_s: float, replicas: int) -> int:
     return next(one for one in range(dense.latency, best + 1) if quality(one) >= quality(best) - NEAR)
 
 
-def _lagging(setting: SystemSetting, replicas: int) -> _Dense:
-    """As a job with `full` has it: training waits for the copy to the host alone, and replicas may take iterations."""
+def _lagging(setting: SystemSetting, replicas: int, interval: int | None = None) -> _Dense:
+    """As a job with `full` has it: training waits for the copy to the host alone, and replicas may take iterations; of
+    an interval that is given, as many as it has, before training waits for them too."""
     at_once = _in_memory(setting, replicas)
     host_s = max(0.0, setting.whole_bytes / setting.host_bytes_per_s - setting.iteration_s)
     copy_s = setting.whole_bytes / setting.peer_bytes_per_s(replicas)
     latency = max(COPIED_AFTER, math.ceil(copy_s / max(setting.free_s, 1e-6 * setting.iteration_s)))
+    late_s = replicas * setting.load_s - interval * setting.free_s if interval else 0.0
+    if late_s > 0:
+        host_s, latency = max(host_s, late_s), COPIED_AFTER
     return replace(at_once, stall_s=host_s + setting.slowed_s(setting.whole_bytes, replicas), latency=latency)
 
 

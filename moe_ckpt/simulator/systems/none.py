@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,19 @@ from .links import SystemSetting
 
 NEVER = 10**12
 """An interval longer than any training."""
+EULER = 0.5772156649015329
+
+
+def longest_stretch(faults: float) -> float:
+    """Mean of the longest stretch without a fault, of a run with so many expected faults, in means between them: what
+    such a run has trained at its end. It is the mean of the harmonic number of a Poisson variable."""
+    if faults > 30:
+        return EULER + math.log(faults)
+    chance, harmonic, mean = math.exp(-faults), 0.0, 0.0
+    for count in range(1, 200):
+        chance, harmonic = chance * faults / count, harmonic + 1 / count
+        mean += chance * harmonic
+    return mean
 
 
 @dataclass(frozen=True)
@@ -21,8 +35,10 @@ class NoCheckpoints:
     def behaviour(
         self, setting: SystemSetting, mtbf_s: float, *, popularity: Sequence[float] | None = None
     ) -> Behaviour:
-        """See `CheckpointSystem`. A fault undoes all since the start: on average, all since the fault before."""
-        expected_s = setting.restart(0.0, 0, mtbf_s).total_s
+        """See `CheckpointSystem`. A fault undoes all since the start, so the longer a run is planned the more."""
+        run_s = setting.constants.planned_s
+        lost_s = run_s / longest_stretch(run_s / mtbf_s) - mtbf_s
+        expected_s = setting.restart(0.0, 0, lost_s).total_s
 
         def recover(iteration: int, nodes: Nodes, down: Nodes) -> RecoveryCost:
             return setting.rewind(iteration, NEVER, 0, 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import runpy
 from dataclasses import replace
@@ -11,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from megatron_flags import parser
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, from_namespace
 from megatron.core.dist_checkpointing.moe.contradictions import contradictions, must_repeat_itself
 from megatron.core.dist_checkpointing.moe.local_recovery.boundary_copies import LogPlan
-from megatron.core.dist_checkpointing.moe.stock.flags import arguments
 from megatron.core.dist_checkpointing.moe.types import PRECISIONS, Topology
 from moe_ckpt.commands.advise import advise as advise_command
 from moe_ckpt.simulator.advise import Advice, advise
@@ -50,20 +49,14 @@ def all_systems() -> tuple[Question, Advice]:
 
 
 def parsed(line: str) -> MoECheckpointConfig:
-    parser = arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
-    given, left = parser.parse_known_args(line.split())
-    assert not [word for word in left if word.startswith("--moe-ckpt")]
-    return from_namespace(MoECheckpointConfig, given, MoECheckpointConfig.PREFIX)
+    return from_namespace(MoECheckpointConfig, parser().parse_args(line.split()), MoECheckpointConfig.PREFIX)
 
 
 def test_the_jobs_own_parser_takes_every_line_and_finds_no_contradiction() -> None:
     question, advice = all_systems()
     assert {choice.system for choice in advice.choices} == set(SYSTEMS)
     for choice in advice.choices:
-        line = flags_of(question, choice)
-        if "--moe-ckpt-" not in line:
-            continue
-        config, topology = parsed(line), question.job.topology
+        line, config, topology = flags_of(question, choice), parsed(flags_of(question, choice)), question.job.topology
         wrong = contradictions(
             config,
             world_size=topology.world_size,
@@ -72,6 +65,10 @@ def test_the_jobs_own_parser_takes_every_line_and_finds_no_contradiction() -> No
             stages=topology.pp,
         )
         assert not list(wrong), line
+        if config.strategy == "none":
+            stock = parser().parse_args(line.split())
+            assert (stock.save, stock.save_interval) == ("DIR", choice.interval) if line else choice.never
+            continue
         assert config.persist_dir == "DIR", line
         # A GPU that has to repeat iterations to the bit refuses to start without.
         assert must_repeat_itself(config) == ("--deterministic-mode" in line), line

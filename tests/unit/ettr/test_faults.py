@@ -64,10 +64,9 @@ def test_correlated_faults_are_as_many_as_those_by_chance_and_take_racks_repeate
     assert len(found) == pytest.approx(20_000, rel=0.03)
     assert [fault.at_s for fault in found] == sorted(fault.at_s for fault in found)
     racks = [fault for fault in found if len(fault.nodes) > 1]
-    primary = (1 - mix.repeat_share) * len(found)
-    assert len(racks) / primary == pytest.approx(mix.rack_share, rel=0.1)
+    assert len(racks) / len(found) == pytest.approx(mix.rack_share, rel=0.1)
     assert all(len(fault.nodes) == 4 and min(fault.nodes) % 4 == 0 for fault in racks)
-    assert sum(fault.slow_s > 0 for fault in found) / primary == pytest.approx(mix.slow_share, rel=0.1)
+    assert sum(fault.slow_s > 0 for fault in found) / len(found) == pytest.approx(mix.slow_share, rel=0.1)
     again = sum(one.nodes <= other.nodes or other.nodes <= one.nodes for one, other in pairwise(found))
     alone = correlated(3600.0, span_s, 64, seed=3, mix=FailureMix(repeat_share=0.0))
     assert again > 3 * sum(one.nodes <= other.nodes or other.nodes <= one.nodes for one, other in pairwise(alone))
@@ -81,3 +80,5 @@ def test_the_same_seed_gives_the_same_correlated_faults() -> None:
 def test_a_share_of_one_is_refused() -> None:
     with pytest.raises(UsageError, match="repeat_share is 1"):
         FailureMix(repeat_share=1.0)
+    with pytest.raises(UsageError, match="more than 1 together"):
+        FailureMix(rack_share=0.5, repeat_share=0.4, slow_share=0.2)

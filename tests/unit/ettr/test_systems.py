@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from effort import examples
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.types import FP16_FP32, Topology
 from moe_ckpt.simulator.behaviour import Behaviour
+from moe_ckpt.simulator.closed_form import ettr as closed_form
 from moe_ckpt.simulator.constants import MOEVEMENT, THIS_PROJECT, Constants
 from moe_ckpt.simulator.ettr import ettr as formula
+from moe_ckpt.simulator.events import simulate
+from moe_ckpt.simulator.faults import poisson
 from moe_ckpt.simulator.inputs import Cluster, IterationCost, TrainingJob
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.systems import (
@@ -394,6 +398,15 @@ def test_without_checkpoints_everything_is_trained_again() -> None:
     found = behaviour(SYSTEMS["none"])
     assert found.overhead_s == 0
     assert found.strike(12_345, nodes=NODE).iterations_again == 12_345
+
+
+@pytest.mark.parametrize("faults", [1, 6, 24])
+def test_without_checkpoints_the_formula_has_the_longest_stretch_of_a_run_as_events_have_it(faults: int) -> None:
+    # Nothing is ever kept, so of a run with many faults that is a small part: 0.16 of one with 24.
+    mtbf_s, run_s = 3600.0, faults * 3600.0
+    found = behaviour(SYSTEMS["none"], mtbf_s=mtbf_s, constants=replace(MOEVEMENT, planned_s=run_s))
+    struck = [simulate(found, poisson(mtbf_s, run_s, 12, seed), run_s).ettr for seed in range(200)]
+    assert closed_form(found, mtbf_s, run_s) == pytest.approx(fmean(struck), abs=0.04)
 
 
 def test_constants_refuse_a_share_above_1() -> None:

@@ -58,7 +58,7 @@ def test_a_node_has_as_many_ranks_as_the_cluster_says(facts: Facts) -> None:
 
 @pytest.mark.parametrize("strategy", EVERY)
 def test_every_strategy_has_a_plan_for_people_and_the_same_as_json(run: Run, facts: Facts, strategy: str) -> None:
-    asked = (*EVERY[strategy], "--mtbf", "2h")
+    asked = (*EVERY[strategy], "--mtbf", "2h", "--moe-ckpt-persist-dir", "DIR")
     code, out, err = run(*asked)
     data = facts(*asked)
     assert (code, err) == (0, "")
@@ -129,6 +129,24 @@ def test_flags_and_layers_that_a_plan_ignores_are_not_said_to_change_nothing(fac
     assert "DeepSeek-V3-671B: Without the multi-token-prediction module." in named
 
 
+def test_settings_that_change_no_seconds_of_a_plan_are_named(facts: Facts) -> None:
+    ranks = ("--world-size", "16", "--ranks-per-node", "8", "--moe-ckpt-strategy", "full")
+    notes = facts(*SMALL, *ranks, "--moe-ckpt-replicate", "gradients")["notes"]
+    assert notes[-1] == "Not in what checkpoints add, nor in ETTR: --moe-ckpt-replicate."
+
+
+def test_a_state_that_goes_to_storage_more_often_costs_more(facts: Facts) -> None:
+    job = "--model Mixtral-8x7B --pp 2 --world-size 64 --cluster h100-dgx --global-batch-size 64".split()
+    stored = (*job, "--moe-ckpt-persist-dir", "DIR")
+    often, seldom, never = (
+        facts(*given)["checkpoints_add_to_an_iteration"]
+        for given in (
+            (*stored, "--moe-ckpt-persist-interval", "10"), (*stored, "--moe-ckpt-persist-interval", "1000"), job
+        )
+    )  # fmt: skip
+    assert often > 2 * seldom > 2 * never
+
+
 @pytest.mark.parametrize(("pattern", "layers"), [("2", 2), ("([0]*1+[1]*2)", 2), ("[0,0,1]", 1)])
 def test_patterns_of_layers_are_those_of_megatron(facts: Facts, pattern: str, layers: int) -> None:
     model = ("--num-layers", "3", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "128")
@@ -156,9 +174,15 @@ def test_a_link_that_is_too_slow_is_told_with_the_way_out(facts: Facts) -> None:
 
 def test_replicas_that_lag_are_told(facts: Facts) -> None:
     nodes = ("--world-size", "4", "--ranks-per-node", "1", "--moe-ckpt-replicas", "2", "--peer-gbps", "0.5")
-    data = facts(*SMALL, *nodes)
-    assert data["lag_of_replicas_s"] == pytest.approx(2 * data["largest_snapshot_of_a_rank_bytes"] / 0.5e9 - 1)
+    slower = (*SMALL[:-1], "2", *nodes)
+    data, later = (facts(*slower, "--moe-ckpt-interval", str(interval)) for interval in (1, 2))
+    free_s = data["lag_of_replicas_s"] - later["lag_of_replicas_s"]
+    assert 0.5 < free_s < 1.5, "of an iteration, in which training leaves the network alone"
+    sent_s = 2 * data["largest_snapshot_of_a_rank_bytes"] / 0.5e9
+    assert data["lag_of_replicas_s"] == pytest.approx(sent_s - free_s)
     assert any("replicas take longer" in row["what"] for row in data["does_not_fit"])
+    # What training then waits for is what it is told to lag, once per snapshot.
+    assert 2 * later["checkpoints_add_to_an_iteration"] == pytest.approx(later["lag_of_replicas_s"] / 2, rel=0.01)
 
 
 def skewed(path: Path, model: str, popular: int) -> Path:
@@ -293,8 +317,17 @@ def test_a_lost_node_without_replicas_is_refused_where_it_was_asked_for(run: Run
     assert code == 1
     assert "no intact copies of stage 1" in err
     assert err.count("\n") == 1
-    data = facts(*alone)
-    assert "recovered_iteration" not in data
+    data = facts(*alone, "--mtbf", "6h")
+    assert "recovered_iteration" not in data and "ettr" not in data
+    assert "ettr" not in facts(*alone, "--mtbf", "6h", "--lost-ranks", "3"), "another fault would end it"
+    assert "ettr" in facts(*SPARSE, "--mtbf", "6h")
+
+
+def test_a_job_on_one_node_sends_nothing_and_waits_for_no_replica(facts: Facts) -> None:
+    one_node = ("--world-size", "2", "--ranks-per-node", "2", "--iteration-time", "20", "--moe-ckpt-interval", "1")
+    data = facts("--model", "Mixtral-8x7B", "--pp", "2", "--global-batch-size", "64", *one_node)
+    assert data["replicas_of_a_snapshot"] == data["lag_of_replicas_s"] == data["stall_per_snapshot_s"] == 0
+    assert data["checkpoints_add_to_an_iteration"] < 0.05
     assert "--moe-ckpt-replicas 1" in data["does_not_fit"][-1]["way_out"]
 
 
