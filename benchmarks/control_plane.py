@@ -411,7 +411,7 @@ def report(result: dict[str, Any]) -> list[str]:
         "A node of a DeepSeek-V3 job is lost; all other ranks have parked, and keep a window of 6 iterations with 2"
         " replicas, and logs. The real code of a rank runs, from the rows of its stores to its plan; what the other"
         " ranks give was made by the same code before. Rank 0 is the root of the tree of collectives, the third of each"
-        " job is one of the lost. CPU: of 5 turns the fastest,"
+        " job is one of the lost. CPU: the fastest of its turns,"
         " of each part by itself. Messages: sent and received. Network: of what comes in, 50 us per value and 3 GB/s.",
         "",
         "## Inventory and plan",

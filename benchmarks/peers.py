@@ -8,6 +8,7 @@ endless.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -337,6 +338,8 @@ class DlroverFlash(_Tensors):
 
     def close(self) -> None:
         self._engine.close()
+        for left in Path("/dev/shm").glob(f"{os.environ['TORCHELASTIC_RUN_ID']}_*"):  # which it keeps for a next start
+            left.unlink(missing_ok=True)
 
     def _save(self, iteration: int) -> None:
         tensors = {str(at): tensor for at, tensor in enumerate(self._tensors)}

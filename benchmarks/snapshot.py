@@ -153,8 +153,9 @@ def _costs(result: dict[str, Any]) -> list[str]:
         "",
         "Not the same for all: `torch_dist` and NVRx save compute weights, too, and files that can be loaded elsewhere;"
         " ours, DLRover, LM-Resiliency and torch DCP save master weights and moments, and the first three in memory."
-        " Ours checks every byte with a keyed checksum. DLRover copies in the thread that trains; LM-Resiliency does so"
-        " on a CPU, and processes forked from it share pages with it until it writes to them; on a GPU neither is so."
+        " Ours checks every byte with a keyed checksum. DLRover copies in the thread that trains, also from a GPU;"
+        " LM-Resiliency does so on a CPU alone, where processes forked from it share pages with it until it writes to"
+        " them."
         " Only where the name says"
         " `replica` does another rank hold a copy, and only with `storage` do files of ours hold one.",
         "",

@@ -18,20 +18,23 @@ from moe_ckpt.simulator.closed_form import ettr
 from moe_ckpt.simulator.clusters import cluster
 from moe_ckpt.simulator.constants import THIS_PROJECT
 from moe_ckpt.simulator.cost import MEGATRON_UTILISATION, iteration_cost
+from moe_ckpt.simulator.events import Estimate
 from moe_ckpt.simulator.inputs import GradientOverlap, TokenDispatch, TrainingJob
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.sensitivity import STOCK, sensitivity
 from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem
 from moe_ckpt.simulator.systems.links import SystemSetting
 
-from .figure import Figure, Rows, lines
+from .figure import BENCHMARKS, Figure, Rows, lines, measured
 from .large_scale import META_GPU_S
+from .machine import where
 
 HOUR_S = 3600.0
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Bytes of a snapshot by what a rank's link to the host carries in an iteration."""
 
-MTBFS_S = (600.0, HOUR_S, 6 * HOUR_S, 24 * HOUR_S)
+MTBFS = (100, 1_000, 10_000)
+"""Of the first table, in iterations, as `benchmarks/slow_links.py` has them."""
 GPUS = (64, 256, 1024, 4096, 16384)
 JOB_MTBFS_S = (HOUR_S, 3 * HOUR_S, 12 * HOUR_S, 48 * HOUR_S, 168 * HOUR_S)
 WORTH = 0.005
@@ -52,14 +55,19 @@ def job_setting(gpus: int, comeback: str) -> SystemSetting:
 
 @dataclass(frozen=True)
 class Slow:
-    """The job on links that carry so much less: ETTR of both."""
+    """The job on links that carry so much less, with a fault every so many iterations: ETTR of both."""
 
     ratio: float
-    mtbf_s: float
+    mtbf: int
     window: int
     interval: int
     sparse: float
     full: float
+
+    @property
+    def gain(self) -> float:
+        """Of ETTR."""
+        return self.sparse - self.full
 
 
 @cache
@@ -74,11 +82,26 @@ def slow_links() -> tuple[Slow, ...]:
             inter_node_bytes_per_s=rate / usual.constants.network_share,
         )
         slow = replace(usual, cluster=links)
-        for mtbf_s in MTBFS_S:
+        for mtbf in MTBFS:
+            mtbf_s = mtbf * usual.iteration_s
             sparse, full = (SYSTEMS[name].behaviour(slow, mtbf_s) for name in ("moevement", "gemini"))
             ettrs = ettr(sparse, mtbf_s), ettr(full, mtbf_s)
-            found.append(Slow(ratio, mtbf_s, sparse.window, full.interval, *ettrs))
+            found.append(Slow(ratio, mtbf, sparse.window, full.interval, *ettrs))
     return tuple(found)
+
+
+@cache
+def on_cpus() -> dict[tuple[float, int], Estimate]:
+    """What `sparse` gained over `full` on links of this machine that were throttled, by ratio and iterations between
+    faults."""
+    kept = _kept()["gains"]
+    return {
+        (float(ratio), int(mtbf)): Estimate(**gain) for ratio, by_mtbf in kept.items() for mtbf, gain in by_mtbf.items()
+    }
+
+
+def _kept() -> dict[str, Any]:
+    return measured("slow_links.json", "benchmarks/slow_links.py --write", BENCHMARKS)
 
 
 @dataclass(frozen=True)
@@ -144,28 +167,38 @@ def break_even_gpus(which: str) -> int:
 
 def figure() -> Figure:
     """Both."""
-    wins = [one.ratio for one in slow_links() if one.sparse - one.full > WORTH]
+    wins, found = [one.ratio for one in slow_links() if one.gain > WORTH], on_cpus()
+    always = [ratio for ratio in RATIOS if wins.count(ratio) == len(MTBFS)]
     return Figure(
         "break_even",
         {
             "sparse_and_full": [vars(one) for one in slow_links()],
             "full_and_stock": [vars(one) | {"gain": one.gain} for one in beside_stock()],
             "break_even_s": {str(gpus): {which: break_even_s(gpus, which) for which in BREAK_EVENS} for gpus in GPUS},
+            "break_even_gpus": {which: break_even_gpus(which) for which in BREAK_EVENS},
             "worth": WORTH,
             "least_ratio_at_which_sparse_wins": min(wins, default=None),
         },
         (
-            ((f"{one.ratio:g}", one.mtbf_s, one.window, one.interval, f"{one.sparse:.3f}", f"{one.full:.3f}",
-              _points(one.sparse - one.full)) for one in slow_links()),
+            ((f"{one.ratio:g}", one.mtbf, one.window, one.interval, f"{one.sparse:.3f}", f"{one.full:.3f}",
+              _points(one.gain), _points_of(found.get((one.ratio, one.mtbf)))) for one in slow_links()),
             _table(),
             ((f"{gpus:,}", *(break_even_s(gpus, which) for which in BREAK_EVENS), META_GPU_S / gpus,
               "yes" if META_GPU_S / gpus < break_even_s(gpus) else "no") for gpus in GPUS),
         ),
         _draw,
-        (Fact("Least ratio at which sparse gains half a point", f"{min(wins):g}" if wins else "none"),),
+        (
+            Fact("Least ratio at which sparse gains half a point", f"{min(wins):g}" if wins else "none"),
+            Fact("Ratios at which it does at each failure rate", ", ".join(f"{ratio:g}" for ratio in always) or "none"),
+        ),
         # Where less is gained, larger jobs are worth it.
-        {"break_even_gpus": break_even_gpus("gain"), "least_gpus": break_even_gpus("most"),
-         "most_gpus": break_even_gpus("least")},
+        {
+            "iteration_s": job_setting(64, "in-place").iteration_s, "measured": len(found), "where": where(_kept()),
+            "ahead": sum(one.mean > 0 and one.is_beyond() for one in found.values()),
+            "behind": sum(one.mean < 0 and one.is_beyond() for one in found.values()),
+            "break_even_gpus": break_even_gpus("gain"), "least_gpus": break_even_gpus("most"),
+            "most_gpus": break_even_gpus("least"),
+        },
     )  # fmt: skip
 
 
@@ -181,13 +214,25 @@ def _points(gain: float) -> str:
     return f"{100 * gain:+.1f}"
 
 
+def _points_of(gain: Estimate | None) -> str:
+    return f"{Estimate(100 * gain.mean, 100 * gain.half_width, gain.runs):+.1f}" if gain else ""
+
+
 def _draw(axes: list[Any]) -> None:
     series = {
-        f"MTBF {mtbf_s / HOUR_S:.3g} h": [100 * (one.sparse - one.full) for one in slow_links() if one.mtbf_s == mtbf_s]
-        for mtbf_s in MTBFS_S
+        f"a fault every {mtbf:,} iterations": [100 * one.gain for one in slow_links() if one.mtbf == mtbf]
+        for mtbf in MTBFS
     }
-    lines(axes[0], RATIOS, series, title="sparse beside full", xscale="log", ylabel="points of ETTR gained",
-          xlabel="bytes / (link x iteration)")  # fmt: skip
+    lines(axes[0], RATIOS, series, title="sparse beside full: lines predicted, points measured", xscale="log",
+          ylabel="points of ETTR gained", xlabel="bytes / (link x iteration)")  # fmt: skip
+    for line, mtbf in zip(axes[0].get_lines(), MTBFS, strict=True):
+        of = [(ratio, gain) for (ratio, every), gain in on_cpus().items() if every == mtbf]
+        axes[0].errorbar(
+            [ratio for ratio, _ in of],
+            [100 * gain.mean for _, gain in of],
+            [100 * gain.half_width for _, gain in of],
+            color=line.get_color(), linestyle="none", marker="s", capsize=3,
+        )  # fmt: skip
     axes[0].axhline(0, color="grey", linewidth=0.8)
     hours = {
         "break-even": [break_even_s(gpus) / HOUR_S for gpus in GPUS],

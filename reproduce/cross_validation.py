@@ -14,6 +14,7 @@ from moe_ckpt.simulator.behaviour import Behaviour
 from moe_ckpt.simulator.closed_form import ettr as closed_form
 from moe_ckpt.simulator.constants import MOEVEMENT, Constants
 from moe_ckpt.simulator.cost import MOEVEMENT_UTILISATION, iteration_cost
+from moe_ckpt.simulator.events import Estimate, estimate
 from moe_ckpt.simulator.sources import sourced
 from moe_ckpt.simulator.systems.links import SystemSetting
 
@@ -222,6 +223,17 @@ def won(system: str) -> str:
     return ", ".join(f"{sum(each)} of {len(each)}" for each in (*folds, ends))
 
 
+def gain(by: str, system: str) -> Estimate:
+    """By how much ours is nearer than the null model, over the models or the failure rates left out."""
+    return estimate(
+        [
+            fmean(map(abs, held.null_errors.values())) - fmean(map(abs, held.errors.values()))
+            for held in held_out(by)
+            if held.system == system
+        ]
+    )
+
+
 def beats_null(system: str) -> bool:
     """Whether constants of a system are better than two numbers, whatever is left out; else none is adopted."""
     by_table = table_error(system) < table_error(system, "null")
@@ -402,7 +414,8 @@ def figure() -> Figure:
         },
         (
             ((NAMES[system], *(decimals(error) for by in (*ways, "table") for error in errors_of[system][by]),
-              len(FITTED[system]), won(system), "yes" if beats_null(system) else "NO") for system in systems),
+              len(FITTED[system]), won(system), *(f"{gain(by, system):+.4f}" for by in ways),
+              "yes" if beats_null(system) else "NO") for system in systems),
             ((NAMES[one.system], one.what, *map(decimals, (one.published, one.ours, one.null)))
                  for one in other_table()),
             *(_left_out(by) for by in ways),

@@ -307,16 +307,26 @@ def write(runs: Sequence[Mapping[str, Any]], scale: Scale, folder: Path) -> None
 
 def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
     """The results for people."""
-    names = list(dict.fromkeys(run["name"] for run in runs))
-    lines = []
-    for name in names:
-        own = [run for run in runs if run["name"] == name]
-        means = [statistics.fmean(run[what] for run in own) for what in ("loss", *CHANCE)]
-        cells = [name, str(len(own)), f"{100 * statistics.fmean(run['plt'] for run in own):.2f}", f"{means[0]:.4f}"]
-        off = [interval(changes(runs, name, what)) if name != FAULT_FREE else "" for what in ("loss", *CHANCE)]
-        needed = seeds_needed(changes(runs, name, "loss")) or ""
-        cells += [off[0], str(needed), f"{100 * means[1]:.1f}", off[1], f"{100 * means[2]:.1f}", off[2]]
-        lines.append(f"| {' | '.join(cells)} |")
+    releases = list(dict.fromkeys(run.get("release", UNKNOWN) for run in runs))
+    lines, undisturbed = [], []
+    for release in releases:
+        of_release = [run for run in runs if run.get("release", UNKNOWN) == release]
+        for name in dict.fromkeys(run["name"] for run in of_release):
+            own = [run for run in of_release if run["name"] == name]
+            means = [statistics.fmean(run[what] for run in own) for what in ("loss", *CHANCE)]
+            seeds = ", ".join(str(run["seed"]) for run in own)
+            cells = [name, seeds, f"{100 * statistics.fmean(run['plt'] for run in own):.2f}", f"{means[0]:.4f}"]
+            off = [
+                interval(changes(of_release, name, what)) if name != FAULT_FREE else "" for what in ("loss", *CHANCE)
+            ]
+            needed = seeds_needed(changes(of_release, name, "loss")) or ""
+            cells += [off[0], str(needed), f"{100 * means[1]:.1f}", off[1], f"{100 * means[2]:.1f}", off[2]]
+            lines.append(f"| {' | '.join(cells)} |")
+            undisturbed += [f"{means[0]:.2f}"] * (name == FAULT_FREE)
+    apart = (
+        f"- Without faults losses are {' and '.join(undisturbed)}: seeds of another release trained in another"
+        " loop. What the controls of one show says nothing of strategies that only ran with the other.\n"
+    ) * (len(releases) > 1)
     alike: dict[str, set[int]] = {}
     for run in runs:
         alike.setdefault(f"{run.get('release', UNKNOWN)}, {run.get('made', UNKNOWN_COMMIT)}", set()).add(run["seed"])
@@ -324,7 +334,7 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
     return _PAGE.format(
         table="\n".join(lines), iterations=scale.iterations, kills=len(scale.kills), questions=scale.questions,
         points=", ".join(f"`{point}`" for point in scale.kills), seeds=seeds, head=_HEAD,
-        resolved=controlled(runs) + resolved(runs), stale=scale.stale_interval, resolution=_RESOLUTION,
+        resolved=apart + controlled(runs) + resolved(runs), stale=scale.stale_interval, resolution=_RESOLUTION,
     )  # fmt: skip
 
 
@@ -347,7 +357,7 @@ SIGKILL and torchrun restarts the job: {points}
 {table}
 
 - Lost tokens: share of all routed tokens whose updates experts lost (MoC eq. 7). Validation loss: nats per byte, the
-  mean over a strategy's own seeds; seeds differ by more than strategies, so compare what it is off.
+  mean over its seeds.
 - Cloze: which of four words of the same length continues (25 % by chance); original: which of two texts has not had two
   words swapped (50 % by chance); {questions} questions of each, from the last twentieth of the corpus, which is not
   trained on, answered by likelihood.

@@ -66,6 +66,28 @@ def test_the_rows_of_costs_in_the_readme_are_all_claims() -> None:
     assert [row for row in rows if not any(text in row for text in told)] == []
 
 
+GIVEN = (
+    "less than 1 %",
+    "An interval of 1 is",
+    "(W = 4)",
+    "10 GB in each iteration",
+    "every 10,000 iterations",
+    "2026",
+)
+"""Numbers of README beside results which are settings, asked for, or dates."""
+
+
+def test_each_number_that_the_readme_tells_with_a_page_of_results_is_a_claim() -> None:
+    text = re.sub(r"\n- ", "\n\n- ", (ROOT / "README.md").read_text("utf-8"))
+    blocks = [" ".join(block.split()) for block in text.split("\n\n") if "](docs/results/" in block and block[0] != "|"]
+    assert len(blocks) >= 4
+    told = [" ".join(claim["text"].split()) for claim in CLAIMS if claim["page"] == "README.md"]
+    for block in blocks:
+        for known in sorted((*told, *GIVEN), key=len, reverse=True):
+            block = block.replace(known, "")
+        assert numbers(re.sub(r"\]\([^)]*\)", "]", block)) == [], block
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_what_was_measured_is_of_a_commit_that_is_in_the_history(path: Path) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))

@@ -16,14 +16,14 @@ def page() -> dict[str, Any]:
 
 def test_sparse_gains_nothing_where_links_carry_a_state_in_half_an_iteration() -> None:
     small = [row for row in page()["sparse_and_full"] if row["ratio"] <= 0.5]
-    assert len(small) == 2 * len(break_even.MTBFS_S)
+    assert len(small) == 2 * len(break_even.MTBFS)
     assert all(row["sparse"] - row["full"] < break_even.WORTH for row in small)
 
 
 def test_sparse_wins_where_a_state_is_a_few_times_what_links_carry_and_not_where_its_window_ends() -> None:
-    gains = {(row["ratio"], row["mtbf_s"]): row["sparse"] - row["full"] for row in page()["sparse_and_full"]}
-    assert all(gains[ratio, mtbf_s] > break_even.WORTH for ratio in (2.0, 4.0) for mtbf_s in break_even.MTBFS_S)
-    assert all(gains[16.0, mtbf_s] < 0 for mtbf_s in break_even.MTBFS_S)
+    gains = {(row["ratio"], row["mtbf"]): row["sparse"] - row["full"] for row in page()["sparse_and_full"]}
+    assert all(gains[ratio, mtbf] > break_even.WORTH for ratio in (2.0, 4.0) for mtbf in break_even.MTBFS)
+    assert all(gains[16.0, mtbf] < 0 for mtbf in break_even.MTBFS)
 
 
 def test_full_gains_less_the_rarer_faults_are_and_the_band_holds_it() -> None:
@@ -41,5 +41,5 @@ def test_at_the_break_even_full_gains_half_a_point() -> None:
 def test_the_break_even_lies_between_those_of_the_bands() -> None:
     for by in page()["break_even_s"].values():
         assert by["least"] < by["gain"] < by["most"]
-    least, middle, most = (break_even.break_even_gpus(which) for which in ("most", "gain", "least"))
+    least, middle, most = (page()["break_even_gpus"][which] for which in ("most", "gain", "least"))
     assert 64 < least < middle < most < 4096
