@@ -272,7 +272,7 @@ class _Reports:
 
         args = get_args()
         if self._metrics is None:
-            self._metrics = self._opened(args, done.iteration - 1)
+            self._metrics = self._opened(args, done.iteration - 1, done.duration_s)
         if done.recovery is not None:
             self._metrics.recovered(done.recovery.to_data(), done.iteration - 1)
         self._metrics.record(
@@ -291,7 +291,8 @@ class _Reports:
             )
         )
 
-    def _opened(self, args: Any, iteration: int) -> Metrics:
+    def _opened(self, args: Any, iteration: int, trained_s: float) -> Metrics:
+        # An attempt trains since the first of its iterations began, which has ended now.
         from megatron.training import global_vars
         from megatron.training.training import num_floating_point_operations
 
@@ -314,9 +315,9 @@ class _Reports:
                 iteration=iteration,
                 tokens_per_iteration=args.global_batch_size * args.seq_length,
                 flops_per_iteration=float(num_floating_point_operations(args, args.global_batch_size)),
-                at_s=time.time(),
+                at_s=time.time() - trained_s,
                 boot=boot_id(),
-                since_boot_s=since_boot_s(),
+                since_boot_s=since_boot_s() - trained_s,
             )
         )
         return metrics

@@ -13,7 +13,7 @@ import sys
 import time
 
 PATIENCE_S, ASK_S = 30.0, 60.0
-GONE_S, AGAIN_S = 900.0, 10.0
+GONE_S, AGAIN_S = 600.0, 10.0
 """How long Slurm may take to count a node that does not answer as down (SlurmdTimeout), and how often it is asked."""
 
 

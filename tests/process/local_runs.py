@@ -52,3 +52,4 @@ def assert_only_replayed(run: Run, layout: Layout, *stages: list[list[int]]) -> 
             expected = any(rank // per_stage in segment for segment in replaying)
             assert (one["forwards"] > 0) == expected, (rank, one)
             assert one["scope"] == "local"
+    assert all(len(replay) <= 3 * WINDOW for replay in run.replays), [len(replay) for replay in run.replays]

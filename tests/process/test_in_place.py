@@ -137,6 +137,7 @@ def test_recoveries_one_after_the_other_leave_nothing_behind_in_a_survivor(job: 
     faults = " ".join(f"1@{2 * fault + 4}:forward-backward" for fault in range(RECOVERIES))
     iterations = str(2 * RECOVERIES + 4)
     slots = job(FLAT, "sparse --moe-ckpt-window 2", "--train-iters", iterations, faults=faults)
+    check_survivors(slots, FLAT.ranks, [{1}] * RECOVERIES)
     survivor = [sitting(slots, start, FLAT.ranks)[0]["held"] for start in range(RECOVERIES + 1)]
     early, last = survivor[2], survivor[-1]  # the first recovery allocates what a recovery needs
     # Lanes open files for a moment: what stays is in all of the newest, and had been in all of the oldest.

@@ -61,10 +61,13 @@ def test_the_same_seed_tells_the_same_story() -> None:
 @pytest.mark.parametrize("wipe", [False, True], ids=["process lost", "node lost with its memory"])
 def test_a_crash_at_any_event_leaves_no_trace(wipe: bool, step: int) -> None:
     world, _, _ = Simulation(FULL).run(1)
+    recovered = 0
     for rank in (0, 3):
         for event in range(1, world.events_of(rank), step):
             simulation = Simulation(FULL, wipe=wipe)
             simulation.run(event, crash={rank: event})
+            recovered += bool(simulation.told.outcomes)
+    assert recovered > 3
 
 
 @pytest.mark.parametrize("step", [pytest.param(67, id="sample"), pytest.param(23, id="full", marks=full)])
@@ -85,14 +88,23 @@ def test_a_second_crash_during_recovery_is_survived(step: int) -> None:
     world, _, _ = Simulation(FULL).run(3)
     first = world.events_of(2) * 2 // 3
     for second in range(1, 160, step):
-        Simulation(FULL).run(second, crash={2: first, 1: first + second})
+        simulation = Simulation(FULL)
+        simulation.run(second, crash={2: first, 1: first + second})
+        assert simulation.told.outcomes
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=full)], ids=["sample", "full"])
 def test_bits_that_flip_on_the_way_never_reach_the_state(seeds: range) -> None:
     for seed in seeds:
-        simulation = Simulation(FULL, network=lambda world, n: Network(world, n, flip_rate=0.03), wipe=True)
+        networks: list[Network] = []
+
+        def flipping(world: World, n: int, made: list[Network] = networks) -> Network:
+            made.append(Network(world, n, flip_rate=0.03))
+            return made[-1]
+
+        simulation = Simulation(FULL, network=flipping, wipe=True)
         simulation.run(seed, crash={seed % RANKS: 300 + 11 * seed})
+        assert simulation.told.outcomes and sum(network.flipped for network in networks)
 
 
 @pytest.mark.parametrize("step", [pytest.param(97, id="sample"), pytest.param(41, id="full", marks=full)])
@@ -107,18 +119,25 @@ def test_persistent_snapshots_bring_back_a_job_whose_memory_is_all_gone(step: in
 
 
 def test_a_store_that_refuses_costs_protection_and_never_training() -> None:
+    refused: list[str] = []
+
     def fails(at: int, rank: int, n: int, name: str) -> bool:
-        return (n + rank) % 13 == at and not name.startswith("list")
+        is_refused = (n + rank) % 13 == at and not name.startswith("list")
+        refused.extend([name] * is_refused)
+        return is_refused
 
     for seed in range(10):
         simulation = Simulation(DURABLE, store_fails=lambda rank, _, n, name, at=seed: fails(at, rank, n, name))
         simulation.run(seed)
+    assert len(refused) > 100
 
 
 def test_of_a_copy_that_one_rank_could_not_write_the_others_leave_nothing_in_storage() -> None:
     def fails(rank: int, persistent: bool, _: int, name: str) -> bool:
         return persistent and rank == 1 and name == "seal"
 
+    _, whole, _ = Simulation(DURABLE).run(6)
+    assert [segment for segment in whole.disk.segments.values() if segment.manifest]
     _, job, _ = Simulation(DURABLE, store_fails=fails).run(6)
     assert not [segment for segment in job.disk.segments.values() if segment.manifest]
 

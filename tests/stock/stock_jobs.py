@@ -166,3 +166,8 @@ class StockJob:
         """The iterations that ran on a rank, in their order, of all attempts."""
         lines = (self.folder / f"rank-{rank}.jsonl").read_text().splitlines()
         return [record["iteration"] for record in map(json.loads, lines) if "iteration" in record]
+
+    def began_again(self) -> list[int]:
+        """Ranks that ran their first iteration once more: they found nothing, and equal records would not show it."""
+        ran = map(self.ran, range(self.shape.ranks))
+        return [rank for rank, iterations in enumerate(ran) if iterations.count(iterations[0]) > 1]

@@ -33,6 +33,7 @@ def test_frozen_experts_are_copied_once_and_come_back_to_the_bit(new_job, tmp_pa
     job.run(*flags, codes={KILLED, 1})
     job.run(*flags)
     assert job.records() == whole.records()
+    assert job.began_again() == []
     copied: dict[int, int] = {}
     for line in map(json.loads, reports.read_text().splitlines()):
         if line.get("snapshot_bytes"):

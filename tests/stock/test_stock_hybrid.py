@@ -47,6 +47,7 @@ def test_a_killed_job_of_a_hybrid_over_stages_ends_as_the_undisturbed_one(
     job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
     outcome = job.run(*protection, "--moe-ckpt-inject-fault", fault)
     assert job.records() == undisturbed(shape)
+    assert job.began_again() == []
     struck = int(fault[0])
     if protection == SPARSE and shape is UNEVEN:
         assert any("local rollback" in line for line in outcome.lines), outcome.said

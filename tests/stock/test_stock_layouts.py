@@ -71,6 +71,7 @@ def test_a_killed_job_of_this_layout_ends_as_the_undisturbed_one(
     job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
     outcome = job.run(*protection, "--moe-ckpt-inject-fault", fault)
     assert job.records() == undisturbed(shape)
+    assert job.began_again() == []
     if shape is CONTEXT and protection == SPARSE:
         assert any("local rollback" in line for line in outcome.lines), outcome.said
         assert [rank for rank in range(4) if len(set(job.ran(rank))) < len(job.ran(rank))] == [2, 3]

@@ -30,6 +30,8 @@ def test_a_killed_job_tells_all_sinks_of_its_recovery(new_job, tmp_path: Path) -
     lines = [json.loads(line) for line in told.read_text().splitlines()]
     starts = [line["run"] for line in lines if "run" in line]
     assert [start["strategy"] for start in starts] == ["sparse", "sparse"] and starts[0]["flops_per_iteration"] > 0
+    first = next(line for line in lines if "iteration" in line)
+    assert starts[0]["at_s"] <= first["at_s"] - first["iteration_time_s"], "its first iteration is not time to start"
     (recovery,) = (line["recovery"] for line in lines if "recovery" in line)
     assert recovery["scope"] == "local" and recovery["table"]
     assert any(line.get("tokens_per_s") for line in lines)

@@ -43,6 +43,7 @@ def test_a_killed_job_that_predicts_further_tokens_ends_as_the_undisturbed_one(
     job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
     outcome = job.run(*protection, "--moe-ckpt-inject-fault", fault)
     assert job.records() == undisturbed(shape)
+    assert job.began_again() == []
     if shape is THREE and protection == SPARSE:
         # The embedding's copy has the last stage replay where the first does.
         waiting = {2: [1], 1: [0, 2]}[int(fault[0])]

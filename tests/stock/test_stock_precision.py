@@ -55,6 +55,7 @@ def test_a_killed_job_in_few_bits_ends_as_the_undisturbed_one_to_the_last_bit(
     jobs["killed"].run(*protection, codes={KILLED, 1})
     jobs["killed"].run(*protection)
     assert jobs["killed"].records() == jobs["undisturbed"].records()
+    assert jobs["killed"].began_again() == []
 
 
 @pytest.mark.ci

@@ -88,5 +88,6 @@ def test_a_reduced_recipe_that_is_killed_ends_as_the_undisturbed_one(new_job, un
     job.run(*protection, *fault, codes={KILLED, 1})
     job.run(*protection, *fault)
     assert job.records() == undisturbed(reduced)
+    assert job.began_again() == []
     ran = job.ran(3)
     assert (len(set(ran)) < len(ran)) == (protection == SPARSE), "an iteration ran again just where it had to"

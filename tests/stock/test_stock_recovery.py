@@ -50,6 +50,7 @@ def test_a_killed_job_ends_as_the_undisturbed_one_to_the_last_bit(new_job, undis
     job.run(*protection, "--moe-ckpt-inject-fault", fault, codes={KILLED, 1})
     job.run(*protection, "--moe-ckpt-inject-fault", fault)
     assert job.records() == undisturbed(FOUR)
+    assert job.began_again() == []
 
 
 @pytest.mark.full
@@ -70,6 +71,7 @@ def test_a_killed_job_of_another_layout_or_precision_ends_as_the_undisturbed_one
     job.run(*protection, *fault, codes={KILLED, 1})
     job.run(*protection, *fault)
     assert job.records() == undisturbed(shape)
+    assert job.began_again() == []
     skipped = {record.get("skipped") for record in job.records().values()} - {None}
     assert skipped == ({True, False} if shape is HALF else {False})
 
@@ -162,6 +164,7 @@ def test_a_killed_job_that_began_from_a_stock_checkpoint_ends_as_undisturbed(
     job.run("--load", save, *protection, *fault, codes={KILLED, 1})
     job.run("--load", save, *protection, *fault)
     assert job.records() == alone.records()
+    assert job.began_again() == []
     assert job.ran(0)[0] == 3
     assert job.ran(0)[-1] == ITERATIONS
 

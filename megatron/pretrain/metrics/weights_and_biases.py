@@ -29,4 +29,5 @@ class WeightsAndBiases(MetricsSink):
 
     def recovered(self, timeline: Mapping[str, Any], iteration: int) -> None:
         """See `MetricsSink`."""
-        self._run.log(recovery_scalars(timeline), iteration)
+        # With the step that comes next: Megatron-LM may have logged a later one, and earlier ones are dropped.
+        self._run.log(recovery_scalars(timeline), commit=False)

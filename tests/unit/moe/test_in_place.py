@@ -441,6 +441,18 @@ def test_a_process_that_stays_releases_graphs_and_buffers_before_its_groups_go(s
     assert staying == ["graphs and buffers", "groups", "slot left"]
 
 
+def test_a_device_that_does_not_answer_is_told_before_anything_waits_for_it(
+    staying: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(process_restart, "_device_answers", lambda: False)
+    manager = Manager()
+    monkeypatch.setattr(manager, "abandon", lambda: staying.append("waited"))
+    with pytest.raises(PeerLost):
+        InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace()).stay(PeerLost("gone"), manager)  # type: ignore[arg-type]
+    assert staying == [] and "its device does not answer" in caplog.text
+
+
 def test_a_process_that_stays_ends_once_others_cannot_begin_beside_it_several_times(staying: list[str]) -> None:
     kept = InProcessRestart([torch.nn.Linear(1, 1)], SimpleNamespace())  # type: ignore[arg-type]
     for _ in range(2):

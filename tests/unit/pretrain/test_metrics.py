@@ -254,7 +254,9 @@ run = wandb.init(project="p", dir={folder!r})
 writer = metrics(jsonl={jsonl!r}, wandb=run)
 for iteration in (1, 2, 2, 3):
     writer.record(report(iteration))
+run.log({{"loss of Megatron-LM": 1.0}}, 5)  # whose loop is an iteration ahead of the recovery
 writer.recovered(TIMELINE, 3)
+writer.record(report(6))
 writer.close()
 run.finish()
 """
@@ -279,7 +281,7 @@ def wandb_job(folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict
 @pytest.mark.ci
 def test_weights_and_biases_gets_iterations_that_come_again_too(tmp_path: Path) -> None:
     done, found = wandb_job(tmp_path)
-    assert len(found) == 6 and "training continues" not in done.stderr
+    assert len(found) == 7 and "training continues" not in done.stderr
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     kept = log.read_bytes()
     assert (

@@ -51,6 +51,7 @@ from .manager import MoECheckpointManager
 from .megatron_state.optimizer_state import loading_step_counts
 from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
+from .runtime.watcher import waiting_for_no_rank
 from .standby.verdict import permanent_errors_end_the_job
 
 SETTINGS = "MOE_CKPT_FLAGS"
@@ -191,7 +192,8 @@ class BridgeCheckpointManager:
             ctx: Bridge's context of the save.
             callback_manager: Bridge's.
         """
-        self._dense.save(ctx, callback_manager)
+        with waiting_for_no_rank():
+            self._dense.save(ctx, callback_manager)
         if self._manager is not None:
             self._manager.saved()
 

@@ -106,10 +106,10 @@ class InProcessRestart:
         self._vain_starts = self._vain_starts + 1 if manager is None else 0
         if why is None and self._vain_starts >= VAIN_STARTS:
             why = f"training did not begin with others, {VAIN_STARTS} times"
+        if why is None and not _device_answers():  # first: to abandon what a device holds up would wait for it
+            why = "its device does not answer"
         if why is None and manager is not None and not manager.abandon():
             why = "work beside training does not end"
-        if why is None and not _device_answers():
-            why = "its device does not answer"
         if why is not None:
             if why:
                 log.info("cannot recover in place, another process takes this rank: %s", why)
