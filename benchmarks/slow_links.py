@@ -57,7 +57,7 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     model, iterations, faults = (TINY, 14, ((),)) if quick else (MODEL, ITERATIONS, [(fault,) for fault in FAULTS])
     flags = f"{model} --train-iters {iterations}"
     undisturbed = job(f"{flags} --moe-ckpt-strategy full --moe-ckpt-interval {iterations}", math.inf, ())
-    nbytes, base_s = undisturbed[-1]["checkpoint_memory"]["dense_bytes"], statistics.median(_times(undisturbed))
+    nbytes, base_s = undisturbed[-1]["checkpoint_memory"]["dense_bytes"], statistics.median(times(undisturbed))
     found: dict[str, list[dict[str, Any]]] = {}
     for ratio in RATIOS[1:2] if quick else RATIOS:
         rate = nbytes / (ratio * base_s)
@@ -84,7 +84,7 @@ def job(flags: str, rate: float, faults: Sequence[str]) -> list[dict[str, Any]]:
     return under_faults(flags, LAYOUT | own, faults)
 
 
-def _times(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+def times(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["iteration_time_s"] for line in _trained(lines)]
 
 
@@ -107,7 +107,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         line["checkpoint_memory"]["window"] for line in lines if "iteration" in line and line.get("snapshot_bytes")
     ]
     return {
-        "iteration_s": statistics.mean(_times(lines)),
+        "iteration_s": statistics.mean(times(lines)),
         "window": windows[-1] if windows else 0,
         "faults": recoveries(lines, "global"),
     }

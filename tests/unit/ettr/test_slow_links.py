@@ -40,7 +40,7 @@ def test_each_interval_that_counts_has_the_cost_of_one_snapshot() -> None:
     times = {at: 2.0 if at % 4 == 1 else 1.0 for at in range(1, 41)}
     lines = [{"iteration": at, "iteration_time_s": times[at]} for at in (*range(1, 23), *range(21, 41))]
     lines.insert(22, {"recovery": {}})
-    counted = slow_links._times(lines)
+    counted = slow_links.times(lines)
     assert len(counted) == 16 + 12
     assert sum(counted) / len(counted) == 1.25
 

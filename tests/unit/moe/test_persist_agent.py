@@ -236,7 +236,8 @@ def test_it_ends_after_its_time_also_where_a_backend_catches_everything_and_hang
     monkeypatch.setattr(agent, "_finish", hangs)
     child = os.fork()
     if not child:
-        os._exit(agent.main(os.getppid()))
+        agent.main(os.getppid())
+        os.kill(os.getpid(), signal.SIGKILL)  # it did not end by itself
     until_s = time.monotonic() + 60
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until_s:
         time.sleep(0.02)

@@ -116,7 +116,7 @@ def await_everywhere(work: Future[Any] | None, doing: str) -> None:
         wait([work] if work is not None else [], POLL_INTERVAL_S)
         if work is not None and not work.done() and time.monotonic() - said_s > SAY_EVERY_S:
             said_s = time.monotonic()
-            took_s = said_s - begun_s  # at the level at which ranks other than 0 are heard
+            took_s = said_s - begun_s  # an error, as other ranks than 0 log nothing less
             log.error("rank %d: still %s after %.0f s; the others wait for it", dist.get_rank(), doing, took_s)
 
 

@@ -191,7 +191,7 @@ def main(parent: int) -> int:
     ended = threading.Lock()  # of whoever comes to an end first
 
     def give_up() -> None:
-        # No exception: backends catch those, and may hang again as they clean up. What is not sealed is swept later.
+        # No exception: backends catch those, and may hang again as they clean up. Unsealed files are swept later.
         if ended.acquire(blocking=False):
             tell_unfinished(f"not within {limit_s:g} s")
             os._exit(1)
