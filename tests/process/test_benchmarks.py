@@ -31,8 +31,6 @@ ROWS = {
     "figure_jobs": "selective_ablation: ",
 }
 """What each prints at last."""
-LONG = ("snapshot", "slow_links", "recovery", "roll_forward", "planned_kills")
-"""Of a minute or more on two idle cores."""
 
 
 def test_every_benchmark_is_run_here_and_by_make_bench() -> None:
@@ -42,10 +40,9 @@ def test_every_benchmark_is_run_here_and_by_make_bench() -> None:
     assert scripts == set(ROWS) == set(named)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else pytest.mark.ci) for name in ROWS]
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_benchmark_prints_its_table(name: str, corpus: str) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--turns", "1"]
     environment = os.environ | {"MOE_CKPT_CORPUS": corpus, "OMP_NUM_THREADS": "1"}
