@@ -74,7 +74,8 @@ GIVEN = (
     "An interval of 1 is",
     "(W = 4)",
     "10 GB in each iteration",
-    "every 10,000 iterations",
+    "every 100 iterations",
+    "every 1,000",
     "2026",
 )
 """Numbers of README beside results which are settings, asked for, or dates."""
