@@ -230,7 +230,7 @@ def trouble(seed: int) -> Simulation:
             [lambda start: PLACES[0], lambda start: PLACES[min(start, 2)]]
             + ([lambda start: (start // 3,) * RANKS] if stored else [])
         ),
-        store_fails=refusing(seed) if draw.random() < 0.2 else None,
+        store_fails=refusing(seed, []) if draw.random() < 0.2 else None,
         between=Vandal(seed) if draw.random() < 0.4 else None,
         network=lambda world, n: Network(
             world, n, flip_rate=0.02 if flips else 0.0, bytes_per_s=2e5 if slow else 1e9, resets=bool(seed % 2)

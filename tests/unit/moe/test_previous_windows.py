@@ -13,8 +13,8 @@ import torch
 
 from megatron.core.dist_checkpointing.moe import PreviousWindow
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.dense_saves import writing
 from megatron.core.dist_checkpointing.moe.errors import PeerLost, UsageError
-from megatron.core.dist_checkpointing.moe.stock import previous_windows
 from megatron.core.dist_checkpointing.moe.stock.previous_windows import made_whole
 
 WINDOW = PreviousWindow(3, 4, "world_size 4", "job", in_memory=False)
@@ -68,7 +68,7 @@ def a_peer_is_lost_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise PeerLost("rank 1 is gone")
         return is_done
 
-    monkeypatch.setattr(previous_windows, "all_done", failing)
+    monkeypatch.setattr(writing, "all_done", failing)
 
 
 @pytest.mark.usefixtures("single_process_group")
