@@ -340,6 +340,7 @@ class DlroverFlash(_Tensors):
         self._engine.close()
         for left in Path("/dev/shm").glob(f"{os.environ['TORCHELASTIC_RUN_ID']}_*"):  # which it keeps for a next start
             left.unlink(missing_ok=True)
+        shutil.rmtree(Path("/tmp/ckpt_sock", os.environ["TORCHELASTIC_RUN_ID"]), ignore_errors=True)
 
     def _save(self, iteration: int) -> None:
         tensors = {str(at): tensor for at, tensor in enumerate(self._tensors)}
