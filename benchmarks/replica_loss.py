@@ -150,7 +150,7 @@ def page(result: dict[str, Any]) -> list[str]:
     return [
         *BENCHMARK.head("One of two replicas is killed"),
         f"Measured {where(result)}; n = {len(rounds)}. Here: `full` with a replica, two data-parallel ranks, from"
-        f" detection, which comes a fraction of a second after the kill. {WHEELS['torchft']}: two groups of one rank"
+        f" detection: the launcher looks every 0.1 s. {WHEELS['torchft']}: two groups of one rank"
         f" that train {result['parameters'] / 1e6:.1f} million parameters, as many, from the kill; the lost one starts"
         " as a new process, with its imports; its lighthouse as its README starts it (a group joins for 10 s,"
         " heartbeats may be missed for 5 s), and with 1 s for both.",
