@@ -2,8 +2,8 @@
 
 A job of each layout and strategy loses a process five times, each time elsewhere between two snapshots. The unit is an
 iteration of the same processes between the faults. Experts are padded to a capacity, so that shapes, and with them
-kernels, stay the same. A null predictor stands beside it: what the faults of all other jobs cost on average. Intervals
-are of what measured was by predicted in all other jobs. What a predicted iteration takes is told over jobs. What an
+kernels, stay the same. The null predictor is what the faults of all other jobs cost on average. Intervals come from
+measured over predicted in all other jobs, and what a predicted iteration takes from the means of jobs. What an
 iteration takes by the depth of the model is a regression: jobs of three depths predict those of a fourth, between them,
 that run in the same turns.
 """

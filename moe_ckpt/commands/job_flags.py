@@ -97,20 +97,17 @@ class JobFlags:
     def left_out(self, *taken: str) -> tuple[str, ...]:
         """Sentences that list the flags of the job that have no effect. taken: settings of `config` that have one; of
         a plan, which has none to name, all of them do, and `--freeze-experts`, but for some on what training pays."""
-        not_modelled, unused, unpaid = self.not_modelled, self.unused, ("--freeze-experts",) * self.frozen_experts
+        frozen = ("--freeze-experts",) * self.frozen_experts
         given = {
             field.name: flag_name(field, MoECheckpointConfig.PREFIX)
             for field in fields(self.config)
             if field.name not in taken and getattr(self.config, field.name) != field.default
         }
-        if taken:
-            not_modelled, unused, unpaid = not_modelled + unpaid, unused + tuple(given.values()), ()
-        else:
-            unpaid += tuple(flag for name, flag in given.items() if name in UNPAID)
+        unpaid = () if taken else (*frozen, *(flag for name, flag in given.items() if name in UNPAID))
         said = {
-            "Not modelled, so memory and time may differ": not_modelled,
+            "Not modelled, so memory and time may differ": (*self.not_modelled, *(frozen if taken else ())),
             "Not in what checkpoints add, nor in ETTR": unpaid,
-            "Change nothing here": unused,
+            "Change nothing here": (*self.unused, *(given.values() if taken else ())),
         }
         return tuple(f"{what}: {', '.join(flags)}." for what, flags in said.items() if flags)
 

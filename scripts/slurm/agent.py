@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from memory import give_back, holds_state, keep, take
+from memory import give_back, holds_state, is_kept, keep, take
 from orphaned import requeue_if_orphaned
 from rendezvous import REFUSED_WITH_STATE, outcome_at, report
 from torch.distributed import DistError
@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
         code, is_spare = 0, True
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # A spare that was not needed asks whether training has ended: it may have trained before, and kept memory.
-        is_over = code is not None and (not is_spare or outcome_at(_endpoint(argv)) == 0)
-        give_back(os.environ[NODE_NAME], code if code is not None and is_over else 1)
+        # A spare that was not needed may have kept memory of an earlier run: it asks whether training has ended.
+        waits = is_spare and is_kept() and outcome_at(_endpoint(argv)) != 0
+        give_back(os.environ[NODE_NAME], 1 if code is None or waits else code)
         if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
     return 1 if code is None else code

@@ -20,7 +20,7 @@ def take() -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it is a link, or belongs to another user", str(folder))
-    if _kept():
+    if is_kept():
         keep()
 
 
@@ -37,7 +37,7 @@ def holds_state(node: str) -> bool:
 
 def give_back(node: str, code: int) -> None:
     """Remove what is `node`'s, and the folder with it; kept memory only after a training that has ended (`code` 0)."""
-    if code and _kept():
+    if code and is_kept():
         return
     folder = Path(os.environ[FOLDER])
     shutil.rmtree(folder / node, ignore_errors=True)
@@ -46,5 +46,6 @@ def give_back(node: str, code: int) -> None:
         folder.rmdir()
 
 
-def _kept() -> bool:
+def is_kept() -> bool:
+    """Whether what is in the folder waits for the next run of the job."""
     return os.environ.get(KEEP) == "1"

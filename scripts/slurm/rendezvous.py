@@ -48,8 +48,7 @@ def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
     """Tell the keeper at HOST:PORT how the job has ended, once `of_nodes` say so, and wait until it is noted.
 
     Raises DistError."""
-    host, _, port = endpoint.rpartition(":")
-    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
+    store = _client(endpoint)
     if store.add(f"{OUTCOME}/{code}", 1) >= of_nodes:
         store.set(OUTCOME, str(code))
         store.wait([NOTED])
@@ -57,13 +56,15 @@ def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
 
 def outcome_at(endpoint: str) -> int | None:
     """How the job has ended, as the keeper at HOST:PORT has been told by now or is soon; None where nobody says."""
-    host, _, port = endpoint.rpartition(":")
     try:
-        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
-        store.wait([OUTCOME])
-        return int(store.get(OUTCOME))
+        return int(_client(endpoint).get(OUTCOME))  # waits for it
     except DistError:
         return None
+
+
+def _client(endpoint: str) -> TCPStore:
+    host, _, port = endpoint.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ANSWER_S))
 
 
 if __name__ == "__main__":
