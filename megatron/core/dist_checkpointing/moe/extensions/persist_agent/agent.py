@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 LOCK = "persisting.lock"
 TELL_S, MARGIN_S = 1.0, 5.0
-"""How long its last line waits for a reader; and how much longer than its limit, in which it may first have to start and
-then to say so, a restart waits for an agent."""
+"""How long its last line waits for a reader; and how much longer than its limit a restart waits for an agent, which may
+first have to start."""
 LONGEST_WAIT_S = 60.0
 """How long a job waits for the agent of an attempt that had one, if it has none itself."""
 SAYING_S = 10.0
