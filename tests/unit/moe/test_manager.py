@@ -349,6 +349,14 @@ def test_what_is_parked_depends_on_why_training_ends(error: Exception, cause: Ca
     assert loop.session.calls[-1] is cause
 
 
+def test_the_device_comes_to_the_newest_update_before_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, calls = Loop(), list[str]()
+    monkeypatch.setattr(loop.session, "await_update", lambda: calls.append("updated"))
+    monkeypatch.setattr(iterations, "close_connections", lambda: calls.append("closed"))
+    loop.hooks.leave(Terminated("told to end"))
+    assert calls == ["updated", "closed"]
+
+
 def test_nothing_is_parked_between_the_optimizers_step_and_what_belongs_to_it() -> None:
     loop = Loop()
     loop.optimizer.step()

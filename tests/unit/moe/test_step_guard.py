@@ -308,6 +308,18 @@ def test_a_step_whose_norm_was_aborted_on_the_device_leaves_nothing_to_park(forc
 
 
 @pytest.mark.parametrize("passed", [True, False])
+def test_who_leaves_by_itself_parks_no_step_whose_norm_it_aborts(passed: bool) -> None:
+    chain, norm = Chain(), Marker(passed=passed)
+    guard = reducing(Marker(passed=True), chain, norm)
+    with guard.stepping(5):
+        chain.step()
+    guard.stands(5)
+    guard.await_update()  # for SIGTERM, and closes connections then
+    norm.passed = True
+    assert guard.decide(Cause.TOLD_TO_END).iteration == (5 if passed else None)
+
+
+@pytest.mark.parametrize("passed", [True, False])
 def test_weights_that_are_not_gathered_leave_the_state_whole_where_the_device_had_the_norm(passed: bool) -> None:
     chain, norm = Chain("gather chunk"), Marker(passed=passed)
     guard = reducing(Marker(passed=True), chain, norm)

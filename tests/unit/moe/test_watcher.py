@@ -92,7 +92,7 @@ def watched(
     hang_up: Callable[[], object],
     *,
     is_told: bool = True,
-    stall_s: float | None = None,
+    stall_s: Callable[[], float] | None = None,
     patience_s: float = PATIENCE_S,
     finish_s: Callable[[int], float] = lambda lost: 0.0,
     phase: Callable[[], object] = lambda: 1,
@@ -262,14 +262,23 @@ def test_sigterm_is_left_to_whoever_handles_it_otherwise(handler: list[int]) -> 
 
 def test_a_call_that_takes_longer_than_a_collective_may_is_ended_though_nobody_is_lost() -> None:
     (own, other), call = linked(2), Call()
-    with watched(Step(), own, call.release, stall_s=0.4), pytest.raises(Interrupted):
+    with watched(Step(), own, call.release, stall_s=lambda: 0.4), pytest.raises(Interrupted):
         call.enter()
+    other.end()
+
+
+def test_a_limit_of_collectives_that_changes_while_one_waits_is_the_limit_from_then_on() -> None:
+    (own, other), call, limits_s = linked(2), Call(), itertools.chain([0.4], itertools.repeat(60.0))
+    with watched(Step(), own, call.release, stall_s=lambda: next(limits_s)) as watcher:
+        threading.Timer(1.5, call.release).start()
+        call.enter()
+    assert watcher.interrupted is None
     other.end()
 
 
 def test_iterations_that_each_wait_at_the_same_instruction_are_no_stall() -> None:
     (own, other), call, iterations = linked(2), Call(), itertools.count()
-    with watched(Step(), own, call.release, stall_s=0.4, phase=lambda: next(iterations)) as watcher:
+    with watched(Step(), own, call.release, stall_s=lambda: 0.4, phase=lambda: next(iterations)) as watcher:
         threading.Timer(1.5, call.release).start()
         call.enter()
     assert watcher.interrupted is None
@@ -278,7 +287,7 @@ def test_iterations_that_each_wait_at_the_same_instruction_are_no_stall() -> Non
 
 def test_a_save_may_take_longer_than_a_collective() -> None:
     (own, other), call = linked(2), Call()
-    with watched(Step(), own, call.release, stall_s=0.4) as watcher, waiting_for_no_rank():
+    with watched(Step(), own, call.release, stall_s=lambda: 0.4) as watcher, waiting_for_no_rank():
         threading.Timer(1.5, call.release).start()
         call.enter()
     assert watcher.interrupted is None
@@ -289,11 +298,24 @@ def test_a_node_that_was_suspended_meanwhile_took_no_longer_for_a_collective(mon
     (own, other), call, suspended_s = linked(2), Call(), [0.0]
     monkeypatch.setattr(watchers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(suspended_s)))
     timers = [threading.Timer(0.8, suspended_s.append, [100.0]), threading.Timer(1.6, call.release)]
-    with watched(Step(), own, call.release, stall_s=2.0) as watcher:
+    with watched(Step(), own, call.release, stall_s=lambda: 2.0) as watcher:
         for timer in timers:
             timer.start()
         call.enter()
     assert watcher.interrupted is None
+    other.end()
+
+
+def test_a_launcher_that_begins_again_closes_connections_behind_the_step_that_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (own, other), closed, step = linked(2), list[bool](), Step(protected_s=0.3)
+    monkeypatch.setattr(watchers, "close_connections", lambda: closed.append(True))
+    with watched(step, own, lambda: closed.append(time.monotonic() >= step.ends_s)):
+        watchers.hang_up()
+    assert (closed, step.forced) == ([True], False)
+    watchers.hang_up()
+    assert len(closed) == 2, "nobody watches"
     other.end()
 
 

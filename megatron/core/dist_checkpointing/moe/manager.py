@@ -54,7 +54,6 @@ from .runtime.iterations import Iterations, LoopCall, LoopPhase
 from .runtime.live_state import Training
 from .runtime.opening import leases_without_session
 from .runtime.peer_links import (
-    close_connections,
     device_settings,
     is_blameless,
     process_group_backend,
@@ -65,7 +64,7 @@ from .runtime.process_info import ProcessInfo, ranks_of_node
 from .runtime.protected_session import ProtectedSession
 from .runtime.session import Request, RunAgain, Session
 from .runtime.status import report_silence
-from .runtime.watcher import PATIENCE_S, Watcher, stood_down
+from .runtime.watcher import PATIENCE_S, Watcher, hang_up, stood_down
 from .standby.heartbeat import own_heartbeat
 from .standby.slot import own_slot
 from .strategies import STRATEGIES
@@ -125,7 +124,7 @@ class MoECheckpointManager(Iterations):
         draws = "" if config.reshard == "inexact" else random_draws(transformer)
         trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
         if config.strategy != "none" and own_build().answers is not None:
-            own_slot().keep(close_connections)
+            own_slot().keep(hang_up)
         if session is None and config.strategy == "none":
             session = Session(leases_without_session(config, save, place) if save is not None else None)
         elif session is None:
@@ -172,6 +171,7 @@ class MoECheckpointManager(Iterations):
         asked_for: bool = False,
         run_again: RunAgain | None = None,
         in_part: bool = False,
+        lacks: bool = False,
     ) -> int:
         """Bring model, optimizer, scheduler, random states and the loop's state to where training continues.
 
@@ -186,6 +186,8 @@ class MoECheckpointManager(Iterations):
                 collective that returns its iteration. The second argument copies what that layout left to a folder.
                 Without it such windows are refused.
             in_part: Whether `load` leaves some of the state as it is, and so replaces no copies that prove damaged.
+            lacks: Whether that checkpoint itself lacks some of the state, so that one without loss is better though
+                older.
 
         Returns:
             The iteration after which training stands. With `sparse` it may be one from which iterations are run again.
@@ -198,7 +200,7 @@ class MoECheckpointManager(Iterations):
         run_again = None if asked_for else run_again
         own_heartbeat().loads()
         try:
-            request = Request(load, newest, asked_for, run_again, in_part, own_build().survivors)
+            request = Request(load, newest, asked_for, run_again, in_part, lacks, own_build().survivors)
             self._session.restore(self._trainer, request)
         except BaseException as error:
             self.abandon()
@@ -363,8 +365,9 @@ class MoECheckpointManager(Iterations):
             links,
             lambda: self._termination.is_installed,
             PATIENCE_S["nccl" if "nccl" in backend else "gloo"],
-            # Torch's own watchdog would do it, were it not told to leave errors alone.
-            stall_s=process_group_timeout_s() if "nccl" in backend else None,
+            # Torch's own watchdog would do it, were it not told to leave errors alone. Megatron-LM may set another
+            # limit behind the first iteration.
+            stall_s=process_group_timeout_s if "nccl" in backend else None,
             phase=lambda: None if self._phase is LoopPhase.BETWEEN else (self._phase, self.iteration),
             finish_s=lambda lost: 0.0 if self._session.needs(lost) else self._slot.finish_s,
         )

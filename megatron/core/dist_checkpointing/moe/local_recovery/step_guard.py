@@ -347,13 +347,18 @@ class StepGuard:
             self._follow(stack)
             yield
         if self._lost_peer is not None:
-            # Connections are closed next, which aborts whatever the device has not come to. Its norm may still be under
-            # way with all peers that it needs.
-            until_s = time.monotonic() + _BEHIND_S
-            while self._is_behind() and time.monotonic() < until_s:
-                time.sleep(_POLL_S)
-            self._is_torn = self._is_torn or self._is_behind()
+            self.await_update()
             raise self._lost_peer
+
+    def await_update(self) -> None:
+        """This thread closes connections next, which aborts whatever the device has not come to.
+
+        A norm may still be under way with all peers that it needs. A state is torn if its norm was aborted.
+        """
+        until_s = time.monotonic() + _BEHIND_S
+        while self._is_behind() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        self._is_torn = self._is_torn or self._is_behind()
 
     def interrupt(self, *, force: bool = False) -> bool:
         """Communicators are about to be aborted, by another thread: no update begins from here on.

@@ -237,6 +237,10 @@ class Survivor:
         """See `StepGuard.interrupt`; called by another thread than the one that trains."""
         return self._guard.interrupt(force=force)
 
+    def await_update(self) -> None:
+        """See `StepGuard.await_update`."""
+        self._guard.await_update()
+
     def stepping(self, iteration: int, passed: StepJournal) -> AbstractContextManager[None]:
         """See `StepGuard.stepping`; `passed` is what the passes of the iteration tell of it."""
         self._progress.passed = passed

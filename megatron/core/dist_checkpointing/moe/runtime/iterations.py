@@ -272,6 +272,7 @@ class Iterations:
             cause = Cause.TOLD_TO_END
         else:
             cause = Cause.PEER_LOST if is_lost_peer(error) else Cause.OWN_ERROR
+        self._session.await_update()
         # Before this rank parks, which takes a while: ranks that wait for it in a collective fail at once.
         close_connections()
         self._session.failure(cause)

@@ -480,6 +480,10 @@ class ProtectedSession(Session):
         """See `StepGuard.interrupt`. Where nothing is parked, no step needs protection."""
         return self.survivor is None or self.survivor.interrupt(force=force)
 
+    def await_update(self) -> None:
+        if self.survivor is not None:
+            self.survivor.await_update()
+
     def failure(self, cause: Cause) -> None:
         self._timestamps.mark(Milestone.DETECTED)
         for extension in self._extensions:

@@ -28,8 +28,8 @@ type RunAgain = Callable[[PreviousWindow, Callable[[Path], None]], int]
 class Request:
     """Where training may begin, if not from a snapshot: the arguments of `MoECheckpointManager.resume`.
 
-    in_part: whether `load` leaves some of the state as it is. survivors: how many ranks have kept their processes, and
-    can load nothing.
+    in_part: whether `load` leaves some of the state as it is. lacks: whether the checkpoint does. survivors: how many
+    ranks have kept their processes, and can load nothing.
     """
 
     load: Callable[[], int] | None = None
@@ -37,6 +37,7 @@ class Request:
     asked_for: bool = False
     run_again: RunAgain | None = None
     in_part: bool = False
+    lacks: bool = False
     survivors: int = 0
 
 
@@ -151,6 +152,9 @@ class Session:
     def interrupt(self, *, force: bool) -> bool:
         """Forbid that a step begins, from any thread. False, and nothing is done, in the protected part of one."""
         return True
+
+    def await_update(self) -> None:
+        """Before this thread closes connections: let the device come to the newest update."""
 
     def failure(self, cause: Cause) -> None:
         """Training ends with an error, and connections are closed: begin nothing new, and park what is complete."""

@@ -139,7 +139,8 @@ class Watcher:
             that is their business; a lost peer ends training all the same.
         patience_s: How long the main thread may stay in one place after a loss.
         hang_up: Aborts communicators and closes connections.
-        stall_s: How long it may stay in one place within an iteration though no peer is lost; None: for ever.
+        stall_s: How long it may stay in one place within an iteration though no peer is lost, asked for again at each
+            look; None: for ever.
         phase: Of which iteration it is in; None between two.
         finish_s: How long it may continue without a rank that was lost, where it needs none such; 0 where it does.
     """
@@ -153,7 +154,7 @@ class Watcher:
         patience_s: float,
         *,
         hang_up: Callable[[], object] = close_connections,
-        stall_s: float | None = None,
+        stall_s: Callable[[], float] | None = None,
         phase: Callable[[], object] = lambda: None,
         finish_s: Callable[[int], float] = lambda lost: 0.0,
     ) -> None:
@@ -166,7 +167,7 @@ class Watcher:
         self._lock, self._left = threading.Lock(), threading.Event()
         # Wakes the thread from `poll`; closed in programs that this process starts.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._look_s = None if stall_s is None else min(5.0, stall_s / 4)
+        self._look_s = None if stall_s is None else min(5.0, stall_s() / 4)
         self._place, self._since_s = (self._main.place, phase()), time.monotonic()
         self._looked_s = self._since_s
         self._thread = device_thread(self._run, "moe-ckpt-watcher")
@@ -176,6 +177,7 @@ class Watcher:
         """Watch from here on; called by the main thread."""
         self._signals.install()
         self._thread.start()
+        _watching.append(self)
 
     def stand_down(self) -> None:
         """The main thread is about to leave: it is not interrupted from here on. Waits for what is being aborted.
@@ -193,6 +195,8 @@ class Watcher:
 
     def stop(self, *, is_good: bool) -> None:
         """Stop watching; in a good end other ranks are told that this one is not lost."""
+        if self in _watching:
+            _watching.remove(self)
         try:
             self.stand_down()
         except (Interrupted, TerminationRequested):  # too late to matter
@@ -202,13 +206,20 @@ class Watcher:
         self._links.end() if is_good else self._links.forget()
         os.close(self._wake)
 
+    def hang_up(self) -> None:
+        """Close connections for another thread, since training begins again, and not between a norm and its update."""
+        until_s = time.monotonic() + PROTECTED_S
+        while not self._session.interrupt(force=time.monotonic() > until_s) and not self._left.wait(_TICK_S):
+            pass
+        self._hang_up()
+
     def _run(self) -> None:
         while not self._left.is_set() and self.interrupted is None:
             news = self._listen(self._look_s)
             if news is not None:
                 self._interrupt_when_stuck(news)
-            elif self._stall_s is not None and self._stood_s() > self._stall_s:
-                self._interrupt(f"{self._stall_s:g} s passed", Cause.PEER_LOST, Stalled)
+            elif self._stall_s is not None and self._stood_s() > (limit_s := self._stall_s()):
+                self._interrupt(f"{limit_s:g} s passed", Cause.PEER_LOST, Stalled)
 
     def _listen(self, timeout_s: float | None) -> _News | None:
         """Wait for bad news; of several, what leaves the main thread least time."""
@@ -287,6 +298,15 @@ class Watcher:
             log.error("rank %d: the main thread is still blocked in %s after %g s", self._rank, where, LEAVING_S)
 
 
+_watching: list[Watcher] = []
+"""Those of this process, the newest last."""
+
+
+def hang_up() -> None:
+    """Close all connections of this process to other ranks, by whoever watches it."""
+    _watching[-1].hang_up() if _watching else close_connections()
+
+
 _waits_for_no_rank = threading.Event()
 
 
@@ -336,7 +356,7 @@ def watched_start(rank: int, stall_s: float, hang_up: Callable[[], object] = clo
         lambda: False,
         0.0,
         hang_up=hang_up,
-        stall_s=stall_s,
+        stall_s=lambda: stall_s,
         phase=lambda: "start",
     )
     watcher.start()
