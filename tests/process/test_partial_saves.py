@@ -257,6 +257,25 @@ def test_a_resumed_run_continues_with_the_rotation(saved: Saved, train: Train, s
     assert chain(save, 5).position == unbroken.position
 
 
+@pytest.mark.ci
+def test_an_older_snapshot_of_all_state_is_restored_and_no_newer_checkpoint_with_stale_experts(
+    train: Train, save: Path, tmp_path: Path
+) -> None:
+    saving = [*BF16, *EACH, *IN_TURN, "--moe-ckpt-interval", 2, "--save", save]
+    train(ALONE, *saving, "--exit-interval", 3)
+    assert not chain(save, 3).is_complete
+    outcome = train(ALONE, *saving, "--load", save, "--metrics-jsonl", tmp_path / "reports")
+    assert "recovered iteration 2 exactly" in outcome.said
+    train(ALONE, *BF16, "--metrics-jsonl", tmp_path / "unbroken")
+    unbroken = exact(tmp_path / "unbroken")
+    assert exact(tmp_path / "reports") == {iteration: unbroken[iteration] for iteration in range(3, LAST + 1)}
+
+
+def test_a_digest_of_some_of_the_experts_is_refused(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("digest", saved(SPREAD, *BESIDE) / "iter_0000006") == 2
+    assert "has some of the experts" in capsys.readouterr().err
+
+
 def test_a_merged_export_is_what_loading_makes_of_the_chain_and_stock_loads_it(
     saved: Saved, live: tuple[Path, Outcome], train: Train, tmp_path: Path
 ) -> None:

@@ -35,6 +35,8 @@ class DeferredNodeCount:
 
     def __call__(self) -> int:
         waiting = self._count()
+        if self._joining.is_ready:  # workers have ended for it, whoever waits by now
+            return max(1, waiting)
         if not waiting:
             self._since_s = None
             self._forget()
@@ -45,8 +47,7 @@ class DeferredNodeCount:
                 self._joining.ask()
             except OSError as error:
                 log.warning("workers cannot be asked to make way (%s): nodes wait for %g s", error, PATIENCE_S)
-        is_due = self._joining.is_ready or self._now_s() - self._since_s > PATIENCE_S
-        return waiting if is_due else 0
+        return waiting if self._now_s() - self._since_s > PATIENCE_S else 0
 
     def meeting(self) -> None:
         """All nodes meet: workers that start after that were asked nothing yet, whoever waits by then."""

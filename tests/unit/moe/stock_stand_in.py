@@ -302,7 +302,9 @@ class Manager:
         self.state = state
         return self
 
-    def resume(self, load: Any, newest: int, *, asked_for: bool, run_again: Any = None, in_part: bool) -> int:
+    def resume(
+        self, load: Any, newest: int, *, asked_for: bool, run_again: Any = None, in_part: bool, lacks: bool
+    ) -> int:
         self.loads_in_part = in_part
         if self.iteration:
             self.calls.append("resume")

@@ -13,6 +13,9 @@ from stock_stand_in import one_rank
 
 from megatron.core.dist_checkpointing.moe.dense_saves.choosing import intact_checkpoint
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.extensions.partial_saves.loading import with_stale_experts
+from megatron.core.dist_checkpointing.moe.stock.dense import newest_checkpoint
+from moe_ckpt.dense.chain import MANIFEST, Chain, encode
 from moe_ckpt.dense.integrity import seal
 from moe_ckpt.dense.names import TRACKER
 
@@ -101,3 +104,41 @@ def test_a_pretrained_checkpoint_is_compared_where_it_is_what_is_loaded(tmp_path
     damage(tmp_path / "pretrained" / "iter_0000002")
     with pytest.raises(UnreadableCheckpoint, match=r"pretrained: no usable checkpoint"):
         told(arguments(tmp_path / "none", pretrained_checkpoint=str(tmp_path / "pretrained")))
+
+
+def save_partly(root: Path, holders: tuple[int, ...]) -> None:
+    """Iteration 4, of which these have its experts."""
+    save(root, 2, 4)
+    marks = {iteration: f"{iteration:016x}" for iteration in {4, *holders}}
+    (root / "iter_0000004" / MANIFEST).write_bytes(encode(Chain(4, {0: holders}, marks, 0, None, "")))
+
+
+WHOLE = {"finetune": False, "no_save_optim": None, "no_load_optim": None, "no_save_rng": None, "no_load_rng": None}
+
+
+@pytest.mark.parametrize(
+    ("holders", "flags", "found"),
+    [
+        ((4, 4), {}, (4, False, False)),
+        ((4, 2), {}, (4, False, True)),
+        ((4, 2), {"ckpt_step": 4}, (4, True, False)),
+        ((4, 4), {"no_save_rng": True}, (4, False, True)),
+        ((4, 4), {"no_save_rng": True, "no_load_rng": True}, (4, False, False)),
+        ((4, 4), {"no_save_rng": True, "save": "elsewhere"}, (4, False, False)),
+        ((4, 4), {"no_save_optim": True}, (-1, False, True)),
+        ((4, 4), {"no_save_optim": True, "no_load_optim": True}, (4, False, False)),
+    ],
+)
+def test_a_checkpoint_with_stale_experts_or_without_what_flags_leave_out_lacks_what_a_snapshot_has(
+    holders: tuple[int, ...], flags: dict[str, Any], found: tuple[int, bool, bool], tmp_path: Path
+) -> None:
+    save_partly(tmp_path, holders)
+    assert newest_checkpoint(arguments(tmp_path, **{"save": str(tmp_path), **WHOLE, **flags})) == found
+
+
+def test_tokens_that_stale_experts_lack_are_lost_with_those_of_faults(tmp_path: Path) -> None:
+    marks, ages = {2: "2" * 16, 4: "4" * 16}, {1: (0, 1), 3: (1, 0)}
+    for unsaved, lost in (({1: (0, 7), 3: (5, 0)}, [17, 25]), ({}, None)):
+        chain = Chain(4, {1: (4, 2), 3: (2, 4)}, marks, 0, None, "", unsaved=unsaved, ages=ages if unsaved else {})
+        (tmp_path / MANIFEST).write_bytes(encode(chain))
+        assert with_stale_experts([10, 20], tmp_path) == lost

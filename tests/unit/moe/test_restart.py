@@ -36,7 +36,15 @@ def restart(plan: RecoveryPlan | None) -> tuple[Restart, list[str]]:
 def request_of(**given: Any) -> Any:
     """A start with a checkpoint of iteration 4."""
     return SimpleNamespace(
-        **{"load": lambda: 4, "newest": 4, "asked_for": False, "run_again": None, "in_part": False, "survivors": 0}
+        **{
+            "load": lambda: 4,
+            "newest": 4,
+            "asked_for": False,
+            "run_again": None,
+            "in_part": False,
+            "lacks": False,
+            "survivors": 0,
+        }
         | given
     )
 
@@ -57,6 +65,16 @@ def test_a_whole_checkpoint_beats_snapshots_of_the_same_iteration_that_lose_toke
     own, did = restart(RecoveryPlan(target, Scope.GLOBAL, (), (), lost_tokens=lost))
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     own.restore(trainer, request_of(in_part=in_part))
+    assert did == [began]
+
+
+@pytest.mark.parametrize(("lost", "began"), [({}, "restored"), (LOST, "loaded")])
+def test_an_older_snapshot_without_loss_beats_a_checkpoint_with_stale_experts(
+    lost: dict[OperatorId, int], began: str
+) -> None:
+    own, did = restart(RecoveryPlan(3, Scope.GLOBAL, (), (), lost_tokens=lost))
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    own.restore(trainer, request_of(lacks=True))
     assert did == [began]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import threading
@@ -83,6 +84,19 @@ def test_where_snapshots_are_parts_of_a_state_the_loop_saves_all_of_it_before_it
     joining.ask()
     assert Growth(replace(ELASTIC, strategy=strategy), given, joining).ends_training(4, begins=True)
     assert given.exit_interval == exits
+
+
+def test_where_a_fault_strikes_the_save_that_ends_training_survivors_leave_no_earlier_than_others(
+    tmp_path: Path,
+) -> None:
+    joining, given = Joining(tmp_path), args(exit_interval=50)
+    joining.ask()
+    own = Growth(replace(ELASTIC, strategy="sparse"), given, joining)
+    exits: list[int] = []
+    with contextlib.suppress(PeerLost), own.ending(4, begins=True) as makes_way:
+        exits += [given.exit_interval] * makes_way
+        raise PeerLost("rank 1")
+    assert [*exits, given.exit_interval] == [4, 50]
 
 
 @pytest.mark.parametrize(("others", "ends"), [([1, 0], True), ([0, 0], False), ([1, 1], False)])
@@ -189,6 +203,15 @@ def test_workers_that_start_again_are_asked_anew_though_nodes_still_wait(
     assert not joining.is_asked, "workers would make way in their first iteration"
     assert handler.num_nodes_waiting() == 0, "these workers have just begun, and one more node waits"
     assert joining.is_asked
+
+
+def test_workers_that_have_ended_are_started_again_though_the_node_is_gone(tmp_path: Path) -> None:
+    waiting, joining = 1, Joining(tmp_path)
+    deferred = DeferredNodeCount(lambda: waiting, joining)
+    assert deferred() == 0 and joining.is_asked
+    joining.ready()
+    waiting = 0
+    assert deferred() == deferred() == 1
 
 
 def test_where_a_file_took_the_place_of_the_folder_no_launcher_ends_and_a_line_says_so(

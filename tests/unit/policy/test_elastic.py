@@ -28,6 +28,15 @@ def test_only_sizes_that_whole_nodes_make_have_to_fit() -> None:
     assert not problems("2:4", node_ranks=4)
 
 
+def test_nodes_of_one_replica_have_to_join_and_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    spanning = {"world_size": 16, "replica_ranks": 8, "node_ranks": 4}
+    (line,) = problems("1:2", **spanning)
+    assert "a replica spans 2 nodes" in line and "--moe-ckpt-unit-nodes 2" in line
+    for nodes, fits in (("4", True), ("2", True), ("3", False), ("1", False)):
+        monkeypatch.setenv("MOE_CKPT_UNIT_NODES", nodes)
+        assert (problems("1:2", **spanning) == []) is fits, nodes
+
+
 def test_experts_have_to_fit_into_the_smallest_world() -> None:
     (line,) = problems("1:4", global_batch=24, expert_ranks=4, node_ranks=2, replica_ranks=2)[:1]
     assert "1 replicas have 2 ranks, which do not divide by ETP x EP x PP = 4" in line

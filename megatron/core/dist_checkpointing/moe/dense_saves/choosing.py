@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_ckpt.dense import integrity
-from moe_ckpt.dense.chain import MANIFEST
+from moe_ckpt.dense.chain import MANIFEST, read_chain
 from moe_ckpt.dense.dense import open_dense
 from moe_ckpt.dense.integrity import NAME, FileSum, damaged, shares
 from moe_ckpt.dense.merged import open_merged
@@ -103,6 +103,17 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None
 def has_chain(folder: Path) -> bool:
     """Whether a checkpoint says which others its experts are loaded from."""
     return (folder / MANIFEST).exists()
+
+
+def has_stale_experts(folder: Path) -> bool:
+    """Whether some of a checkpoint's experts are loaded from others, as they were there."""
+    if not has_chain(folder):
+        return False
+    try:
+        chain = read_chain(folder)
+    except UnreadableCheckpoint:
+        return False  # loading refuses it
+    return chain is not None and not chain.is_complete
 
 
 def _chosen(candidates: list[_Loadable], args: Any) -> _Loadable | None:

@@ -115,9 +115,10 @@ class Restart:
         return self.recovery.look()
 
     def _leads_beyond(self, request: Request, plan: RecoveryPlan) -> bool:
-        """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something."""
+        """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something, and
+        of any where the checkpoint alone does."""
         loses = bool(plan.lost_tokens) and not request.in_part
-        return plan.target >= request.newest + loses
+        return plan.target >= request.newest + loses or (request.lacks and not loses)
 
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""

@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
 
 from ..core_versions.training import replaced, saving_without_padding
-from ..dense_saves.choosing import has_chain, intact_checkpoint
+from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
 from ..errors import UsageError
@@ -25,6 +25,9 @@ from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
 from ..runtime.watcher import waiting_for_no_rank
 from .seams import Call
+
+LOST = "tokens_lost_in_faults"
+"""Argument of Megatron-LM that checkpoints take along."""
 
 
 class StockSaves:
@@ -76,6 +79,14 @@ class StockSaves:
             if self._protects:
                 self._loaded = stack.enter_context(intact_checkpoint(self._args, call["load_arg"]))
             return call.go_on()
+
+    @property
+    def lost_tokens(self) -> Sequence[int] | None:
+        """What faults have cost the checkpoint that was loaded, with what its older experts lack; None: not known."""
+        known: Sequence[int] | None = getattr(self.recorded_args, LOST, None)
+        if known is not None and self._loaded is not None and has_stale_experts(self._loaded):
+            known = load("partial_saves.loading").with_stale_experts(known, self._loaded)
+        return known
 
     def load_shards(self, call: Call) -> Any:
         """Core's `load` inside of it."""
@@ -169,13 +180,20 @@ def written_folder(args: Any) -> str | None:
     return None if save is None or "://" in str(save) else str(save)
 
 
-def newest_checkpoint(args: Any) -> tuple[int, bool]:
-    """The iteration that loading gives, -1 if there is nothing to load; and whether the flags name a certain one.
-
-    A collective.
+def newest_checkpoint(args: Any) -> tuple[int, bool, bool]:
+    """The iteration that loading gives, -1 if there is nothing to load; whether the flags name a certain one; and
+    whether that lacks what a snapshot has: the random states, or the newest of some experts. A collective.
     """
     asked_for = getattr(args, "ckpt_step", None) is not None or bool(args.finetune) or args.load is None
-    return newest_iteration(args.load), asked_for
+    own = not asked_for and args.load == args.save
+    if own and args.no_save_optim and not args.no_load_optim:
+        return -1, asked_for, True  # loading would fail
+    newest = newest_iteration(args.load)
+    lacks = [own and args.no_save_rng and not args.no_load_rng]
+    if not asked_for and torch.distributed.get_rank() == 0:
+        lacks[0] = lacks[0] or has_stale_experts(CheckpointDirectory(args.load).folder(newest))
+    torch.distributed.broadcast_object_list(lacks, src=0)
+    return newest, asked_for, bool(lacks[0])
 
 
 def newest_iteration(folder: str | None) -> int:
@@ -204,6 +222,8 @@ def _iteration_in(folder: str) -> int:
 _TYPE = "distrib_optim_sharding_type"
 _FIXED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "context_parallel_size"),
     *("use_precision_aware_optimizer", "bf16", "fp16", "main_params_dtype", "fp8_main_params", "exp_avg_dtype"),
     *("exp_avg_sq_dtype", "fp8", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", "fp4_param_gather"),

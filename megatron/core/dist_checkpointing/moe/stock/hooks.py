@@ -25,6 +25,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ log = logging.getLogger(__name__)
 
 Manager = Any
 MakeManager = Callable[..., Manager]
-_LOST = "tokens_lost_in_faults"
+LOST = "tokens_lost_in_faults"
 """In the `args` of a checkpoint, by MoE layer."""
 
 
@@ -244,11 +245,11 @@ class Hooks:
 
         if self._recover_only:  # the state to recover may be older than a checkpoint, of which only flags are read
             load = None
-        newest, asked_for = newest_checkpoint(args) if load is not None else (-1, False)
+        newest, asked_for, lacks = newest_checkpoint(args) if load is not None else (-1, False, False)
         load_newest = None if load is None else functools.partial(load_with, load)
-        where = {"asked_for": asked_for, "run_again": run_again, "in_part": bool(args.finetune or args.no_load_optim)}
+        where = {"asked_for": asked_for, "lacks": lacks, "in_part": bool(args.finetune or args.no_load_optim)}
         try:
-            iteration = manager.resume(load_newest, newest, **where)
+            iteration = manager.resume(load_newest, newest, run_again=run_again, **where)
         except UsageError as error:
             if not (changed := self._changed(state.recorded_flags)):
                 raise
@@ -260,7 +261,7 @@ class Hooks:
         if self._recover_only:
             self._require_recovered(manager)
         if loaded:
-            manager.lost_before(getattr(self._saves.recorded_args, _LOST, None))
+            manager.lost_before(self._saves.lost_tokens)
         self._manager, self._quiet = manager, SuppressedEffects(self._loop, manager)
         if optimizer is not None:  # as with --skip-train
             allocate_step_counts(optimizer)
@@ -432,10 +433,11 @@ class Hooks:
         self._state.counted(call["num_floating_point_operations_so_far"])
         if not replayed:
             self._state.evaluated = call["iteration"]
-        makes_way = False
+        ending: AbstractContextManager[bool] = contextlib.nullcontext(False)
         if not replayed and self._growth is not None:
-            makes_way = self._growth.ends_training(call["iteration"], begins=manager.begins_snapshot)
-        should_exit = False if replayed else call.go_on()
+            ending = self._growth.ending(call["iteration"], begins=manager.begins_snapshot)
+        with ending as makes_way:
+            should_exit = False if replayed else call.go_on()
         started_s = time.monotonic()
         protection = manager.after_step()
         if self._report is not None:
@@ -453,7 +455,7 @@ class Hooks:
 
     def _save_checkpoint(self, call: Call) -> Any:
         if (lost := self._manager.lost_tokens) is not None:
-            setattr(self._args, _LOST, [*lost])
+            setattr(self._args, LOST, [*lost])
         return self._saves.save(call)
 
     def _save_checkpoint_and_time(self, call: Call) -> Any:

@@ -64,6 +64,21 @@ class Growth:
             self._args.exit_interval = iteration  # the loop saves, if it saves at all
         return self.makes_way
 
+    @contextlib.contextmanager
+    def ending(self, iteration: int, *, begins: bool) -> Iterator[bool]:
+        """A block in which the loop decides whether it saves and ends, with what `ends_training` returns.
+
+        Args:
+            iteration: After which training stands.
+            begins: Whether a snapshot of that state will.
+        """
+        # Processes that survive a fault in this very save keep their arguments, and others begin with the user's.
+        interval = self._args.exit_interval
+        try:
+            yield self.ends_training(iteration, begins=begins)
+        finally:
+            self._args.exit_interval = interval
+
     def make_way(self, is_told_to_end: Callable[[], bool]) -> None:
         """Where training ended for nodes: wait for the launcher, which starts all ranks again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from ...config import MoECheckpointConfig
 from ...errors import UsageError
 from ...runtime.faults import check_fault_ranks, parse_fault
+
+UNIT_NODES = "MOE_CKPT_UNIT_NODES"
+"""Environment variable with the nodes that join and leave together, from `moe-ckpt-run`."""
 
 _RANGE = re.compile(r"(\d+):(\d+)")
 
@@ -98,6 +102,12 @@ def inelastic(
     sizes = allowed.sizes(replica_ranks, node_ranks)
     if not sizes:
         yield f"{flag}: nodes of {node_ranks} ranks make none of these numbers of replicas of {replica_ranks} ranks"
+    spanned, unit = replica_ranks // node_ranks, os.environ.get(UNIT_NODES, "")
+    if spanned > 1 and (not unit.isdecimal() or int(unit) % spanned):
+        yield (
+            f"{flag}: a replica spans {spanned} nodes, without one of which the others cannot train: start the job by"
+            f" moe-ckpt-run with --moe-ckpt-unit-nodes {spanned}"
+        )
     for size in sizes:
         ranks = size * replica_ranks
         if ranks % expert_ranks:

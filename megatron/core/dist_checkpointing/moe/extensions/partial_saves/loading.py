@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def merging(folder: Path, strategy: Any, strict: Any) -> Any:
         strategy.base_strategy = _MergingLoadStrategy(strategy.base_strategy, chain, folder.parent)
         return strategy
     return _MergingLoadStrategy(strategy, chain, folder.parent)
+
+
+def with_stale_experts(lost_tokens: Sequence[int], folder: Path) -> list[int] | None:
+    """Lost tokens by MoE layer, with those whose updates are in no expert of this checkpoint; None: not counted.
+
+    Args:
+        lost_tokens: Before.
+        folder: Of the checkpoint.
+    """
+    chain = read_chain(folder)
+    unsaved = [] if chain is None else [sum(chain.unsaved[layer]) for layer in sorted(chain.unsaved)]
+    return [a + b for a, b in zip(lost_tokens, unsaved, strict=True)] if len(unsaved) == len(lost_tokens) else None
 
 
 class _MergingLoadStrategy(TorchDistLoadShardedStrategy):
