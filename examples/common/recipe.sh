@@ -20,10 +20,8 @@ for line in "${lines[@]}"; do
     flags+=("${line%% *}")
     if [ "$line" != "${line%% *}" ]; then flags+=("${line#* }"); fi
 done
-# The settings that survivors of a lost peer need; see docs/gpu.md.
+# A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
-export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 export MOE_CKPT_PATIENCE_S=120
 exec "${MOE_CKPT_PYTHON:-python3}" -m megatron.pretrain.standby.run --moe-ckpt-standbys "${STANDBYS:-1}" --nnodes "$NODES" \
     --nproc-per-node 8 --max-restarts "${MAX_RESTARTS:-20}" --shutdown-timeout "$MOE_CKPT_PATIENCE_S" \

@@ -41,9 +41,6 @@ if [ -z "${HEAD:-}" ]; then
 fi
 # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
-export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 # SIGTERM ends with a checkpoint, for which ranks get two minutes.
 export MOE_CKPT_PATIENCE_S=120
 python=${MOE_CKPT_PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}

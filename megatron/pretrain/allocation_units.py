@@ -124,6 +124,6 @@ def export_unit(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error(f"--moe-ckpt-unit-nodes {nodes}: --nnodes {options.nnodes} is not a multiple of it")
         if not label:
             parser.error(f"--moe-ckpt-unit-nodes {nodes}: give --moe-ckpt-unit LABEL, on each node its own")
-        if options.rdzv_backend == "static":
-            parser.error(f"--moe-ckpt-unit-nodes {nodes}: give --rdzv-backend c10d, nodes are fixed otherwise")
+        if options.rdzv_backend != "c10d":
+            parser.error(f"--moe-ckpt-unit-nodes {nodes}: give --rdzv-backend c10d, others do not keep units whole")
     os.environ[UNIT], os.environ[UNIT_NODES] = label, str(nodes)

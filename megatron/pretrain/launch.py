@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.pretrain.bound_store import bound_store
@@ -132,13 +132,11 @@ def _run_nodes(options: argparse.Namespace) -> int:
 def _run_agent(options: argparse.Namespace) -> int:
     # A fresh store per round of the rendezvous: one shared over restarts still holds the addresses of dead workers.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    from megatron.core.dist_checkpointing.moe import set_for_parking
     from megatron.core.dist_checkpointing.moe.standby.slot import end_with_parent
     from megatron.core.dist_checkpointing.moe.standby.verdict import verdict_of_ranks
 
     if options.nnodes.most > 1:  # else this process is the launcher itself
         end_with_parent(f"{os.environ.get(NODE_NAME)}: the launcher of this node has ended, so it ends too")
-    set_for_parking("nccl")  # torch's agent would tell workers otherwise
     os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(SHUTDOWN_TIMEOUT_S))
     register_backend()
     config = LaunchConfig(
@@ -184,7 +182,8 @@ def _run_agent(options: argparse.Namespace) -> int:
             f"{os.environ.get(NODE_NAME, 'this node')} waited up to {JOIN_TIMEOUT_S} s for {options.nnodes} nodes to"
             f" meet, in vain: {type(error).__name__}: {error or 'another node has ended the job'}\n"
         )
-        return 1
+        # The exit code of whoever closed it says how the job ended.
+        return int(not (isinstance(error, RendezvousClosedError) and options.nnodes.most > 1))
 
 
 @contextmanager

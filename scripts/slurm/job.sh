@@ -34,9 +34,6 @@
 : "${MOE_CKPT_SCRIPT:=$root/pretrain_gpt_moe.py}"
 : "${MOE_CKPT_RDZV_HOST:=$(hostname)}" "${MOE_CKPT_RDZV_PORT:=$((20000 + SLURM_JOB_ID % 10000))}" "${MOE_CKPT_ANSWER_S:=60}"
 export MOE_CKPT_SPARES MOE_CKPT_KEEP_MEMORY MOE_CKPT_PYTHON MOE_CKPT_ENV_FILE MOE_CKPT_ON_STOP MOE_CKPT_MIN_RUN_S
-# Without these torch ends a rank that lost a peer before it has put its state aside; see docs/gpu.md.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-0}"
-export TORCH_NCCL_RETHROW_CUDA_ERRORS="${TORCH_NCCL_RETHROW_CUDA_ERRORS:-0}"
 
 KILL_MARGIN_S=30  # ranks that have not ended by then are killed, so that the job still has time to be requeued
 MEET_S=300        # how long nodes wait for each other, and for their meeting point

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, bridge
 from megatron.core.dist_checkpointing.moe.bridge_survivors import BridgeSurvivors
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import SETTINGS
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
 FULL = MoECheckpointConfig(strategy="full")
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,8 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv("MOE_CKPT_FLAGS", raising=False)
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    monkeypatch.setattr(os, "environ", environment)
 
 
 class Section(SimpleNamespace):
@@ -100,6 +105,14 @@ def test_an_error_out_of_pretrain_reaches_the_manager(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="out of memory"):
         bridge.protected(loads, FULL)(configuration(), fails)
     assert made[-1].calls[-1] == "out of memory"
+
+
+def test_torchs_watchdog_leaves_errors_alone_where_pretrain_is_protected_and_only_there() -> None:
+    told: list[str | None] = []
+    for settings in (replace(FULL, strategy="none"), FULL):
+        pretrain = bridge.protected(lambda config: told.append(os.environ.get(WATCHDOG)), settings)
+        pretrain(configuration(dist=Section(distributed_backend="nccl")))
+    assert told == [None, "0"]
 
 
 def test_each_call_of_pretrain_keeps_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

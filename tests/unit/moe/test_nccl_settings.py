@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from megatron.core.dist_checkpointing.moe.runtime.peer_links import (
     set_for_parking,
     wrong_settings,
 )
+from megatron.core.dist_checkpointing.moe.stock import protected
+from megatron.core.dist_checkpointing.moe.stock.seams import TRAINING
+from megatron.core.parallel_state import update_pg_timeout
 
 WATCHDOG, RETHROW = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 PARKING = {name: value for name, (value, _) in SETTINGS.items()}
@@ -53,10 +59,26 @@ def test_other_backends_need_nothing(backend: str) -> None:
     assert not list(wrong_settings(environment, backend))
 
 
-def test_how_long_a_collective_may_take_is_known() -> None:
+@pytest.mark.parametrize(("strategy", "told"), [("full", "0"), ("none", None), (None, "0")])
+def test_with_a_strategy_or_where_flags_are_not_read_yet_the_stock_loop_leaves_errors_alone(
+    strategy: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = importlib.import_module(TRAINING)
+    if strategy is not None:
+        monkeypatch.setattr(loop, "get_args", lambda: SimpleNamespace(moe_ckpt_strategy=strategy))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name not in PARKING})
+    assert protected(lambda: os.environ.get(WATCHDOG))() == told
+
+
+def test_how_long_a_collective_may_take_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
     try:
         assert process_group_timeout_s("cpu") == 77.0
+        # Behind the first iteration, with --distributed-timeout-seconds-after-init.
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        update_pg_timeout(timedelta(seconds=33), torch.distributed.group.WORLD)
+        assert process_group_timeout_s("cpu") == 33.0
     finally:
         torch.distributed.destroy_process_group()

@@ -51,6 +51,7 @@ from .manager import MoECheckpointManager
 from .megatron_state.optimizer_state import loading_step_counts
 from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
+from .runtime.peer_links import set_for_parking
 from .runtime.watcher import waiting_for_no_rank
 from .standby.verdict import permanent_errors_end_the_job
 
@@ -102,6 +103,7 @@ def protected[**Given, Returned](
         current = run or _Run(_settings_of(config.checkpoint))
         if sentences := "; ".join(refusals(config)):  # before anything is built
             raise UsageError(sentences)
+        set_for_parking(config.dist.distributed_backend or "nccl")
         current.model = shaping(config)
         refuse_another_model(current.settings, partial(_changed, given=current.model))
         with current.current(), current.survivors.building(config):

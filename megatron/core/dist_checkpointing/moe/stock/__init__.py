@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 
 import torch
@@ -61,7 +62,12 @@ def protected[Result](
                 f"there is no {TRAINING} beside Megatron-Core {version('megatron-core')}: install its wheel, or put a"
                 " whole Megatron-LM on PYTHONPATH"
             ) from error
-        if torch.cuda.is_available() and not torch.distributed.is_initialized():
+        strategy = ""
+        # Core 0.17 reads its flags later; `flags.read` refuses a parser that does not know ours.
+        with suppress(AssertionError, AttributeError):
+            strategy = loop.get_args().moe_ckpt_strategy
+        # Without a strategy nothing but torch's watchdog ends a collective that hangs.
+        if torch.cuda.is_available() and not torch.distributed.is_initialized() and strategy != "none":
             set_for_parking("nccl")
         core = version("megatron-core")
         survivors = Survivors(loop, core, connect)
@@ -70,15 +76,7 @@ def protected[Result](
         synchronous = results_in_process(lambda: bool(getattr(loop.get_args(), "async_save", False)))
         training = installed(loop, hooks.by_name(), core, is_on=hooks.is_on)
         background = ending_with_their_trainer()
-        with (
-            shipped_helpers(),
-            synchronous,
-            background,
-            hooks,
-            survivors.building(),
-            training,
-            saving,
-        ):
+        with shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
             return pretrain(*arguments, **options)
 
     return run
