@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
+from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock, started
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
@@ -100,6 +101,22 @@ def test_a_wrapper_between_launcher_and_worker_is_passed_by() -> None:
     )
     assert done.stdout.split("-")[0] == str(os.getpid())
     assert launcher().split("-")[0] == str(os.getppid())
+
+
+def test_a_launcher_is_the_same_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launcher()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 3600.0)  # as psutil says it after a step
+    assert launcher() == found
+
+
+def test_where_all_processes_of_a_container_have_the_variables_of_a_worker_its_first_is_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(psutil.Process, "environ", lambda self: {"LOCAL_RANK": "0"})
+    assert launcher() == f"1-{started(1)}"
+    monkeypatch.setattr(os, "getppid", lambda: 0)  # this process is the first
+    assert launcher() == "0--1"
 
 
 @pytest.mark.parametrize("text", ["soon", "-3", "nan", "inf"])

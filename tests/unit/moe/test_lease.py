@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import fsspec
@@ -255,6 +256,26 @@ def test_a_lease_outlives_a_mount_that_was_away(tmp_path: Path, caplog: pytest.L
         lease.check()
     found = holder_of(str(folder))
     assert found is not None and found.beat == 5
+
+
+def test_who_ends_does_not_wait_for_storage_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    hangs, answers = threading.Event(), threading.Event()
+
+    def renew(*_: object) -> None:
+        hangs.set()
+        answers.wait(60.0)
+
+    lease = Lease(str(tmp_path), Holder.here("a"))
+    lease.acquire()
+    monkeypatch.setattr(leases.FolderPlace, "renew", renew)
+    monkeypatch.setattr(leases.FolderPlace, "remove", lambda _: pytest.fail("hangs, too"))
+    assert hangs.wait(60.0)
+    lease.release()
+    assert "does not answer" in caplog.text
+    answers.set()
 
 
 @pytest.mark.usefixtures("unattended")

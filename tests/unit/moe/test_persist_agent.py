@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import 
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import CopyOrder, carry_out, line_of, orders_from
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
+from megatron.core.dist_checkpointing.moe.storage.lease import Holder, Lease
 from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
@@ -132,6 +133,19 @@ def test_what_a_killed_trainer_was_persisting_is_published_whole_and_verified(
     assert storage.snapshots().torn == (), "what the trainer left is gone"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"rank {RANK}: its trainer ended while it persisted iteration 12; that was finished in ")
+
+
+def test_where_another_attempt_has_the_lease_since_nothing_of_it_is_replaced(
+    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def does(memory: MemoryStore, agent: PersistAgent) -> None:
+        agent.announce([ordered(memory)])
+        Lease(str(tmp_path / "storage"), Holder.here("job")).acquire()
+
+    wait_for_agent(trainer(does), 30.0)
+    assert not in_storage(tmp_path).snapshots().sealed
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "was NOT finished: job 'job'" in line and "writes to" in line
 
 
 @pytest.mark.ci

@@ -105,7 +105,10 @@ class LocalInventory:
             order: The numbers of all operators.
 
         Returns:
-            The pieces in memory and in storage; none of a tier of which any rank cannot tell.
+            The pieces in memory and in storage; none of storage where any rank cannot tell.
+
+        Raises:
+            StoreFailure: On all ranks when one cannot list its memory.
         """
         found, failed = list[InventoryRow](), set[Tier]()
         for tier, store in ((Tier.OWN_MEMORY, self._memory), (Tier.PERSISTENT, self._persistent)):
@@ -384,6 +387,8 @@ def shared_pieces(
         key = _Key(row.tier, row.snapshot.iteration, row.snapshot.kind, row.digest)
         own[key] = _Share(1, first, last, row.has_strategy, bits)
     all_ = merged(transport, _Shares(list(own.items()), frozenset(failed)), _Shares, or_)
+    if Tier.OWN_MEMORY in all_.failed:
+        raise StoreFailure("a rank, whose log says why, cannot list its memory: all copies in memory would be freed")
     shares = {key: share for key, share in sorted(all_.shares) if key.tier not in all_.failed}
     # Owners are known once all operators of a piece are. All ranks have the piece with the trainer's state.
     mine, partial = order.bits(operators), []

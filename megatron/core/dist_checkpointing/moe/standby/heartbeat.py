@@ -8,8 +8,8 @@ them apart.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
+import logging
 import mmap
 import os
 import signal
@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+log = logging.getLogger(__name__)
 
 FOLDER = "MOE_CKPT_HEARTBEATS"
 """Environment variable with the launcher's folder; a process has the file in it that is called like its number."""
@@ -88,7 +90,7 @@ class Heartbeat:
         self._doing, self._moved_s = Activity.STARTING, time.monotonic()
         if folder is None:
             return
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # without it a launcher sees less
+        try:
             faulthandler.register(stacks_signal(), file=sys.stderr, all_threads=True)
             descriptor = os.open(Path(folder) / str(os.getpid()), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
@@ -97,6 +99,8 @@ class Heartbeat:
             finally:
                 os.close(descriptor)
             threading.Thread(target=self._beat, name="moe-ckpt-heartbeat", daemon=True).start()
+        except (OSError, ValueError, AttributeError) as error:
+            log.error("no heartbeat (%s): the launcher sees neither a hang nor an error of this rank", error)
 
     def loads(self) -> None:
         """From here on the first iteration is waited for, or the end of a recovery."""

@@ -66,7 +66,7 @@ def permanent_errors_end_the_job() -> Iterator[None]:
         if error.exit_code is None or VERDICT_FILE not in os.environ:
             raise
         with contextlib.suppress(FileExistsError), Path(os.environ[VERDICT_FILE]).open("x") as file:
-            file.write(str(error.exit_code))
             log.error("%s", error)  # only here: the other ranks of this node say the same
+            file.write(str(error.exit_code))
         own_heartbeat().rest(lost_a_peer=False)
         raise SystemExit(0) from error

@@ -336,4 +336,7 @@ class Lease:
         if not self._thread.is_alive():
             return False
         self._thread.join(RENEW_S)
+        if self._thread.is_alive():  # it hangs in storage, as the next call would
+            log.error("%s does not answer for %g s: its lease stays", self._where, RENEW_S)
+            return False
         return not self.lost

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from ..boot_clock import is_ending
+from ..boot_clock import is_ending, started
 from ..errors import UsageError, reason
 from .small_files import read_small
 
@@ -250,14 +250,14 @@ def launcher() -> str:
     A wrapper between them has the variables of a worker too, and is passed by. Differs for each launcher on a node,
     also where one gets the number of another that has ended.
     """
-    process = psutil.Process(os.getppid())
+    process = os.getppid()
     with suppress(psutil.Error):
-        while "LOCAL_RANK" in os.environ and "LOCAL_RANK" in process.environ():
-            process = process.parent() or process
-    try:
-        return f"{process.pid}-{process.create_time():.2f}"
-    except psutil.Error:  # it has ended
-        return f"{process.pid}-0"
+        # A container may give the variable to all of its processes: the first of them has no parent.
+        while "LOCAL_RANK" in os.environ and "LOCAL_RANK" in (found := psutil.Process(process)).environ():
+            if not (above := found.ppid()):
+                break
+            process = above
+    return f"{process}-{started(process)}"  # no wall time, which steps
 
 
 def job_of_launcher(memory_dir: Path) -> str:

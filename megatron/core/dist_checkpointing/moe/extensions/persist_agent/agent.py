@@ -43,6 +43,8 @@ LONGEST_WAIT_S = 60.0
 """How long a job waits for the agent of an attempt that had one, if it has none itself."""
 SAYING_S = 10.0
 """How long it may take until the process has taken in what it is told."""
+CHECK_S = 1.0
+"""How often it looks who has the lease of storage."""
 _CLOSED = b"closed"
 _TICK_S = 0.02
 
@@ -76,7 +78,11 @@ class PersistAgent:
             )
         finally:
             os.close(lock)
-        facts = {"slot": str(directory), "place": place, "rank": rank, "limit_s": limit_s, "lock": lock}
+        from ...storage.lease import holder_of
+
+        holder = holder_of(place)
+        lease = "" if holder is None else holder.name
+        facts = {"slot": str(directory), "place": place, "rank": rank, "limit_s": limit_s, "lock": lock, "lease": lease}
         assert process.stdin is not None
         self._pipe, self._mutex = process.stdin, threading.Lock()
         threading.Thread(target=process.wait, name="moe-ckpt-persist-agent", daemon=True).start()  # no zombie stays
@@ -225,7 +231,9 @@ def _first_line() -> bytes:
 def _finish(line: bytes, facts: dict[str, object]) -> str:
     """Carry out the orders of a line; the iterations that they were of, in words."""
     _skip_megatron_core()
+    from megatron.core.dist_checkpointing.moe.errors import StoreFailure
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
+    from megatron.core.dist_checkpointing.moe.storage.lease import holder_of
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
     from megatron.core.dist_checkpointing.moe.storage.objects import open_durable
     from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
@@ -240,8 +248,21 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
         }
         storage = open_durable(str(facts["place"]), int(str(facts["rank"])))
         stack.callback(storage.close)
+        checked_s = 0.0
+
+        def check(pause_s: float = CHECK_S) -> None:
+            # An attempt that began elsewhere may have sealed the same iterations since: they are not replaced by those
+            # of a past that it gave up.
+            nonlocal checked_s
+            if time.monotonic() - checked_s < pause_s:
+                return
+            holder, checked_s = holder_of(str(facts["place"])), time.monotonic()
+            if holder is not None and holder.name != facts["lease"]:
+                raise StoreFailure(f"{holder} writes to {facts['place']} since")
+
         for order in orders:
-            carry_out(order, [readers[source] for source in order.sources], storage)
+            check(0.0)
+            carry_out(order, [readers[source] for source in order.sources], storage, check)
     iterations = sorted({order.manifest.snapshot.iteration for order in orders})
     return f"iteration{'s' * (len(iterations) > 1)} {', '.join(map(str, iterations))}"
 
