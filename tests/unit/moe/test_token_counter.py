@@ -91,6 +91,13 @@ def test_tokens_of_passes_that_run_once_more_are_counted_once(monkeypatch: pytes
     assert vars(PagedStashRunner)["prepare_for_rerun"] is stub
 
 
+def test_gates_of_an_overflow_that_are_no_number_count_nothing() -> None:
+    router = Router()
+    counter = TokenCounter([router], gate_unit=GATE_UNIT)
+    router(torch.full((3, 3), torch.nan))
+    assert counter.take()() == {4: (0, 0, 0)}
+
+
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_gating_probabilities_are_summed_over_all_tokens_and_experts_in_any_order(function: str) -> None:
     router = Router(function)

@@ -57,16 +57,28 @@ def test_virtual_stages_wait_for_less() -> None:
 BUBBLES = MoECheckpointConfig(strategy="selective", copy_placement="bubbles")
 
 
+LOCAL = MoECheckpointConfig(strategy="sparse", recovery="local")
+
+
 @pytest.mark.parametrize(
     ("config", "stages", "said"),
     [
+        (LOCAL, 1, "--moe-ckpt-recovery local needs pipeline stages that stay, but the job has 1"),
+        (
+            MoECheckpointConfig(strategy="full", recovery="local"),
+            2,
+            "--moe-ckpt-recovery is for --moe-ckpt-strategy sparse, not full",
+        ),
         (BUBBLES, 1, "needs pipeline stages that wait for each other, but the job has 1"),
         (MoECheckpointConfig(strategy="full", copy_placement="bubbles", copy_rate="10"), 2, "copy-rate 10 contradicts"),
         (MoECheckpointConfig(copy_placement="bubbles"), 2, "no effect with --moe-ckpt-strategy none"),
     ],
 )
-def test_bubbles_need_stages_a_strategy_and_no_other_pace(config: MoECheckpointConfig, stages: int, said: str) -> None:
+def test_what_needs_stages_or_another_strategy_is_refused_without(
+    config: MoECheckpointConfig, stages: int, said: str
+) -> None:
     given = {"world_size": 4, "num_experts": 4, "use_distributed_optimizer": True}
     (sentence,) = contradictions(config, stages=stages, **given)
     assert said in sentence
     assert not list(contradictions(BUBBLES, stages=2, **given))
+    assert not list(contradictions(LOCAL, stages=2, **given))

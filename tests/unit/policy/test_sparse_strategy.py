@@ -396,6 +396,7 @@ def test_how_fast_a_moving_average_forgets_is_that_of_the_flag() -> None:
         ({"ordering": "capacity-aware", "ordering_capacities": (1.0, 2.0)}, "one number above 0 for each of the 4"),
         ({"ordering_capacities": (1.0, 2.0, 1.0, 1.0)}, "only with --moe-ckpt-ordering capacity-aware"),
         ({"ordering_decay": 0.5}, "only with --moe-ckpt-ordering time-decayed"),
+        ({"ordering": "layer-order", "reorder_fraction": 0.5}, "have no effect with --moe-ckpt-ordering layer-order"),
         ({"ordering": "time-decayed", "ordering_decay": 1.0}, "must be below 1"),
     ],
 )

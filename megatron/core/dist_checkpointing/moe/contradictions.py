@@ -93,6 +93,8 @@ def contradictions(
             _ = text is None or parse(text)
         except UsageError as error:
             yield str(error)
+    if given.recovery == "local" and stages is not None and stages < 2:
+        yield f"--moe-ckpt-recovery local needs pipeline stages that stay, but the job has {stages}: choose auto"
     if given.copy_placement == "bubbles":
         yield from _without_bubbles(given, stages)
     if given.elastic is not None:

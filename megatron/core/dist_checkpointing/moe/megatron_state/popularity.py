@@ -104,7 +104,8 @@ class TokenCounter:
         def routing(logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             if _counts():
                 # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
-                units = (_gates(router, logits.detach()) / unit).round().long()
+                # Of an overflow, whose step is skipped, some gates are no number.
+                units = (_gates(router, logits.detach()) / unit).nan_to_num(0.0).round().long()
                 self._counts[self._layers[router]] += units.sum(dim=0)
             return upstream(logits, *arguments, **options)
 

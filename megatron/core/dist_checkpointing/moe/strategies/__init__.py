@@ -23,7 +23,7 @@ _REGISTRY = {
     "full": _Registered(".full", "Full"),
     "pec": _Registered("..extensions.lossy.pec", "Pec", ("pec_", "plt_")),
     "selective": _Registered("..extensions.lossy.selective", "Selective", ("budget_", "capacity_boost")),
-    "sparse": _Registered(".sparse", "Sparse", ("window", "ordering", "reorder_", "replay_")),
+    "sparse": _Registered(".sparse", "Sparse", ("window", "ordering", "reorder_", "replay_", "recovery")),
 }
 
 

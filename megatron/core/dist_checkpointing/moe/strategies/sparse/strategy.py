@@ -70,6 +70,9 @@ class _Windows:
 def _bad_ordering(config: MoECheckpointConfig, num_experts: int) -> Iterator[str]:
     capacities, default = config.ordering_capacities, MoECheckpointConfig()
     named = " ".join(f"{one:g}" for one in capacities)
+    reorders = {name: getattr(config, name) for name in ("reorder_threshold", "reorder_fraction")}
+    if config.ordering == "layer-order" and any(getattr(default, name) != value for name, value in reorders.items()):
+        yield "--moe-ckpt-reorder-threshold and -fraction have no effect with --moe-ckpt-ordering layer-order"
     if config.ordering_decay >= 1:
         yield f"--moe-ckpt-ordering-decay {config.ordering_decay} must be below 1: nothing new would ever count"
     if config.ordering_decay != default.ordering_decay and config.ordering != "time-decayed":
