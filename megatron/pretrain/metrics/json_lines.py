@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ class JsonLines(MetricsSink):
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._end_torn_line()
 
     @classmethod
     def opened(cls, settings: MetricsSettings) -> JsonLines | None:
@@ -47,13 +47,13 @@ class JsonLines(MetricsSink):
 
     def _append(self, data: dict[str, Any]) -> None:
         # One write per line: a killed process leaves whole lines, but for what a full disk cut off.
-        os.write(self._file, (json.dumps(data) + "\n").encode())
+        line = (json.dumps(data) + "\n").encode()
+        self._end_torn_line()
+        if os.write(self._file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _end_torn_line(self) -> None:
-        """What an attempt before left in the middle of a line costs that line only, not the first one of this."""
-        try:
-            size = os.fstat(self._file).st_size
-            if size and os.pread(self._file, 1, size - 1) != b"\n":
-                os.write(self._file, b"\n")
-        except OSError:
-            return  # no regular file: there is nothing to read back
+        """A line that was cut off, by a full disk or with an attempt before, costs that line only, not the next one."""
+        size = os.fstat(self._file).st_size  # 0 where nothing can be read back
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")

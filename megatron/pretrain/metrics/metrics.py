@@ -61,11 +61,13 @@ class Metrics:
             try:
                 action(sink)
             except Exception as error:  # whatever a board runs into, training continues
+                may_pass = isinstance(error, OSError)
                 if sink not in self._complained:
                     why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-                    log.critical("metrics: cannot write %s: %s; disabled", sink.flag, why)
+                    then = "tried again in each iteration" if may_pass else "disabled"
+                    log.critical("metrics: cannot write %s: %s; %s", sink.flag, why, then)
                 self._complained.add(sink)
-                if not isinstance(error, OSError):
+                if not may_pass:
                     self._sinks.remove(sink)
 
     def close(self) -> None:

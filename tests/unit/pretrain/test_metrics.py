@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -101,6 +102,25 @@ def test_a_disk_that_is_full_for_a_while_costs_those_lines_only(said: pytest.Log
     path.parent.mkdir()
     writer.record(report(2))
     assert 'training_iteration{run="job-7"} 2.0' in path.read_text() and len(said.messages) == 1
+
+
+def test_a_line_that_a_full_disk_cuts_off_costs_that_line_only(said: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = metrics(jsonl=str(path))
+    writer.record(report(1))
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, hard))
+    try:
+        writer.record(report(2))
+        writer.record(report(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    writer.record(report(4))
+    _, first, torn, last = path.read_text().splitlines()
+    assert (json.loads(first)["iteration"], len(torn), json.loads(last)["iteration"]) == (1, 40, 4)
+    assert said.messages == [
+        "metrics: cannot write --metrics-jsonl: No space left on device; tried again in each iteration"
+    ]
 
 
 def test_boards_get_all_numbers_by_name(tmp_path: Path) -> None:
