@@ -96,6 +96,8 @@ _DROPPED = {
     "--finetune": 0,
     "--no-load-optim": 0,
     "--no-load-rng": 0,
+    "--no-save-optim": 0,
+    "--no-save-rng": 0,
     "--exit-on-missing-checkpoint": 0,
     "--exit-interval": 1,
     "--exit-duration-in-mins": 1,

@@ -86,6 +86,15 @@ class Folder:
         bare = [name for name, one in self.tensors.items() if one.is_scaled and name + _SCALE not in self._scales]
         if bare:
             raise UnreadableCheckpoint(f"{path} has no {bare[0]}{_SCALE}; copy the folder again")
+        for name, scale in self._scales.items():
+            assert scale_block is not None
+            shape = self.tensors[name.removesuffix(_SCALE)].shape
+            needed = tuple(-(-size // block) for size, block in zip(shape, scale_block, strict=True))
+            if scale.shape != needed:
+                raise UnreadableCheckpoint(
+                    f"{path}: {name} is {scale.shape}, but weights of {shape} have {needed} blocks of {scale_block}, as"
+                    f" {CONFIG} says"
+                )
 
     def _is_scale(self, name: str) -> bool:
         weight = self.tensors.get(name.removesuffix(_SCALE)) if name.endswith(_SCALE) else None

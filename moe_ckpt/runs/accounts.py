@@ -151,7 +151,10 @@ class Run:
     def lost_tokens(self) -> dict[int, dict[int, int]]:
         """By layer and expert, of all recoveries."""
         found: dict[int, dict[int, int]] = {}
-        for recovery in self.log.recoveries:
+        recoveries = self.log.recoveries
+        for at, recovery in enumerate(recoveries):
+            if any(later.target < recovery.target for later in recoveries[at + 1 :]):
+                continue  # from further back these tokens were trained again
             for layer, experts in recovery.lost_tokens.items():
                 for expert, tokens in experts.items():
                     row = found.setdefault(layer, {})

@@ -51,6 +51,13 @@ class Model:
 
 def read_model(config: Config) -> Model:
     """The model that a `config.json` describes. Raises UsageError for one that cannot be converted."""
+    try:
+        return _model(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{config.place} does not describe a model: {error!r}") from error
+
+
+def _model(config: Config) -> Model:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures", [])) or kind

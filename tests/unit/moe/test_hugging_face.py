@@ -221,6 +221,30 @@ def test_a_weight_in_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
         convert("--from", "hf", folder, tmp_path / "in")
 
 
+@pytest.mark.parametrize("block", [[2, 3], [8, 3]])
+def test_scales_of_other_blocks_than_the_config_says_are_refused(tmp_path: Path, block: list[int]) -> None:
+    folder = folder_of("deepseek_v3", tmp_path / "folder")
+    in_fp8(folder)
+    change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    with pytest.raises(UnreadableCheckpoint, match=r"_scale_inv is .* blocks of .* as config.json says"):
+        convert("--from", "hf", folder, tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("deepseek_v3", {"n_group": 8, "topk_group": 0}),
+        ("qwen3_moe", {"decoder_sparse_step": 0}),
+        ("mixtral", {"num_attention_heads": 0}),
+        ("deepseek_v2", {"rope_scaling": "yarn"}),
+        ("mixtral", {"model_type": []}),
+    ],
+)
+def test_a_config_that_describes_no_model_is_one_line(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"config.json does not describe a model"):
+        read_model(Config(config_of(family) | changes, "config.json"))
+
+
 def test_experts_in_one_tensor_of_fp8_are_refused_by_name(tmp_path: Path) -> None:
     folder = folder_of("deepseek_v3", tmp_path / "folder")
     in_fp8(folder)

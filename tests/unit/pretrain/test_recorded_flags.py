@@ -36,6 +36,10 @@ def test_flags_of_saving_ending_and_faults_are_left_out_with_their_values() -> N
     assert recorded(GIVEN.split()) == kept.split()
 
 
+def test_what_is_converted_has_all_of_the_state_though_checkpoints_of_the_job_had_not() -> None:
+    assert recorded("--no-save-optim --bf16 --no-save-rng".split()) == ["--bf16"]
+
+
 def test_numbers_and_network_of_the_job_are_left_alone() -> None:
     given = "--metrics-textfile job.prom --metrics-port=9400 --moe-ckpt-interface ib0 --bf16"
     assert recorded(given.split()) == ["--bf16"]

@@ -118,6 +118,12 @@ def test_lost_tokens_of_all_recoveries_are_summed_by_layer_and_expert(tmp_path: 
     assert run.lost_tokens == {0: {1: 10, 2: 7}, 3: {0: 1}}
 
 
+def test_tokens_that_were_trained_again_from_further_back_are_not_lost(tmp_path: Path) -> None:
+    first, second = (recovery(at, target, lost_tokens={"0": {"1": 5}}) for at, target in ((1.0, 20), (2.0, 10)))
+    assert run_of(tmp_path, iteration(1), first, second).lost_tokens == {0: {1: 5}}
+    assert run_of(tmp_path, iteration(1), second, first).lost_tokens == {0: {1: 10}}
+
+
 def test_a_person_is_told_of_less_protection_with_its_reason(tmp_path: Path) -> None:
     run = run_of(tmp_path, iteration(1), iteration(2, protection="degraded", reason="rank 3: no room"))
     (said,) = [one for one in sayings(run) if one.weight == "warn" and "in memory" in one.text]
