@@ -74,7 +74,7 @@ def advise(
     if found.recommended is None and not systems:
         found = advise_on(question)
     report = as_report(question, found)
-    return replace(report, notes=(*report.notes, *flags.left_out("replicas", "memory_limit")))
+    return replace(report, notes=(*report.notes, *flags.model_note, *flags.left_out("replicas", "memory_limit")))
 
 
 def first_answers(question: Question, names: Sequence[str]) -> Iterator[str]:

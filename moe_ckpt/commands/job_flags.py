@@ -59,7 +59,7 @@ SHARED = {
 """Parameters that all of these commands have, by the heading under which `--help` shows them."""
 
 
-UNPAID = ("replicate", "budget_local", "budget_remote")
+UNPAID = ("replicate", "budget_local", "budget_remote", "pec_scope", "pec_adaptive")
 """Settings that change the bytes of a job, and not what a plan says that training pays for them."""
 
 
@@ -68,7 +68,7 @@ class JobFlags:
     """What the flags of a job say.
 
     setting: the job on its cluster. config: the `--moe-ckpt-*` flags. frozen_experts: `--freeze-experts`. unused: flags
-    of the job that change nothing here. not_modelled: flags of layers and stages that plans leave out.
+    of the job that change nothing here. not_modelled: flags that plans leave out.
     """
 
     setting: SystemSetting
@@ -93,6 +93,11 @@ class JobFlags:
         if self.config.memory_limit is None:
             return None
         return MemoryLimit.parse(self.config.memory_limit).of_node(self.setting.cluster.host_memory_bytes)
+
+    @property
+    def model_note(self) -> tuple[str, ...]:
+        """What its preset, or its `config.json`, leaves out of the model."""
+        return (f"{self.shape.name}: {self.shape.note}",) if self.shape.note else ()
 
     def left_out(self, *taken: str) -> tuple[str, ...]:
         """Sentences that list the flags of the job that have no effect. taken: settings of `config` that have one; of
@@ -286,11 +291,16 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
             degrees["tp"] * degrees["cp"], (degrees["etp"] or degrees["tp"]) * degrees["ep"]
         )
     cluster = _cluster(given.pop("cluster_name"))
-    topology = Topology(world, **degrees, ranks_per_node=given.pop("ranks_per_node") or cluster.gpus_per_node)
+    ranks_per_node = given.pop("ranks_per_node") or cluster.gpus_per_node
+    # Several nodes of the cluster that fail together, or a part of one, have that much more or less memory.
+    memory = cluster.host_memory_bytes * ranks_per_node // cluster.gpus_per_node
+    cluster = replace(cluster, host_memory_bytes=memory)
+    topology = Topology(world, **degrees, ranks_per_node=ranks_per_node)
     frozen = "freeze_experts" in args
     if frozen and not shape.moe_layers:
         raise UsageError(f"--freeze-experts: model {shape.name} has no experts to freeze")
     batch, seq_length = _batch(given, topology), given.pop("seq_length")
+    given["once_per_node"] |= getattr(args, "moe_token_dispatcher_type", "") == "flex"
     exchange = TokenDispatch(*(given.pop(name) for name in ("overlaps", "once_per_node", "nodes_per_token")))
     overlap = GradientOverlap(given.pop("overlap_grad_reduce"), given.pop("overlap_param_gather"))
     training = TrainingJob(shape, topology, precision, *batch, seq_length, exchange, overlap)
@@ -391,6 +401,7 @@ _MODEL_FLAGS: dict[str, type[Any]] = {
     "--make-vocab-size-divisible-by": int,
     "--freeze-experts": bool,
     "--num-layers-per-virtual-pipeline-stage": int,
+    "--moe-token-dispatcher-type": str,
 }
 
 _NOT_MODELLED = (
@@ -400,8 +411,19 @@ _NOT_MODELLED = (
     "--account-for-loss-in-pipeline-split",
     "--pipeline-model-parallel-layout",
     "--mtp-num-layers",
+    "--num-distributed-optimizer-instances",
+    "--optimizer",
+    "--use-precision-aware-optimizer",
+    "--main-params-dtype",
+    "--main-grads-dtype",
+    "--exp-avg-dtype",
+    "--exp-avg-sq-dtype",
+    "--fp8-format",
+    "--fp8-param-gather",
+    "--fp4-format",
+    "--recompute-granularity",
 )
-"""Flags of layers, and of where they lie, that count as if they were not given."""
+"""Flags that change layers, where they lie, their bytes or their time, and count as if they were not given."""
 
 
 def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
@@ -436,18 +458,20 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def _layer_pattern(text: str) -> int | tuple[int, ...]:
-    """Megatron's `--moe-layer-freq`: a number, or lists of 0 and 1, added and multiplied, such as ([0]*3+[1]*58)."""
+    """Megatron's `--moe-layer-freq`: a number, or lists of 0 and 1, added and multiplied, such as ([0]*3+[1]*1)*12."""
     if text.isdigit():
         return int(text)
     pattern: list[int] = []
-    for part in text.replace(" ", "").strip("()").split("+"):
+    whole = re.fullmatch(r"\((.*)\)(?:\*(\d{1,5}))?", text.replace(" ", ""))
+    parts, times = (whole[1], int(whole[2] or 1)) if whole is not None else (text.replace(" ", ""), 1)
+    for part in parts.split("+"):
         found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", part)
         if found is None:
             raise UsageError(
                 f"invalid --moe-layer-freq {text} (expected a number or a pattern, such as ([0]*3+[1]*58))"
             )
         pattern += [int(digit) for digit in found[1].split(",")] * int(found[2] or 1)
-    return tuple(pattern)
+    return tuple(pattern) * times
 
 
 def _unused(left: list[str], parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -93,7 +93,7 @@ def plan(
         (
             f"Rates: {flags.setting.cluster.source}.",
             f"Seconds of the timeline: {predicted_seconds(flags.setting.constants)}.",
-            *((f"{flags.shape.name}: {flags.shape.note}",) if flags.shape.note else ()),
+            *flags.model_note,
             *flags.left_out(),
         ),
     )

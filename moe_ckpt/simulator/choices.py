@@ -279,4 +279,4 @@ def _budget(question: Question, system: CheckpointSystem) -> float | None:
         return None
     per_hour = system.lost_per_hour
     iterations = question.constants.pec_lost_per_hour if per_hour is None else float(per_hour)
-    return iterations * question.cost.iteration_s / 3600
+    return min(1.0, iterations * question.cost.iteration_s / 3600)

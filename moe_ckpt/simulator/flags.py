@@ -68,7 +68,7 @@ def _selective(question: Question, choice: Choice) -> str:
 
 def _dense(question: Question, choice: Choice) -> str:
     behind = " --async-save --use-persistent-ckpt-worker" if choice.system == "torch_dist_async" else ""
-    return f"--save DIR --save-interval {choice.interval}{behind}"
+    return f"--save DIR --load DIR --save-interval {choice.interval}{behind}"
 
 
 def _storage(question: Question, choice: Choice) -> str:

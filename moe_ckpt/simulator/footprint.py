@@ -18,7 +18,7 @@ from .systems.links import SystemSetting
 def node_bytes(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviour) -> int:
     """Bytes of host memory that checkpoints, their replicas and logs take on the fullest node.
 
-    Of a strategy of this project, what its job reserves; of checkpoints that go to storage, one snapshot.
+    Of a strategy of this project, what its job reserves; of stock checkpoints in the background, one snapshot.
 
     Args:
         setting: The job on its cluster.
@@ -27,7 +27,7 @@ def node_bytes(setting: SystemSetting, system: CheckpointSystem, behaviour: Beha
     """
     if system.name in ("none", "torch_dist"):
         return 0
-    if system.name in ("torch_dist_async", "checkfreq"):
+    if system.name == "torch_dist_async":
         return _on_a_node(setting.job, setting.model_bytes)
     config = MoECheckpointConfig(replicas=_replicas(setting, system), **_flags(setting, system, behaviour))
     training = setting.job
@@ -49,8 +49,8 @@ def _flags(setting: SystemSetting, system: CheckpointSystem, behaviour: Behaviou
 
 
 def _replicas(setting: SystemSetting, system: CheckpointSystem) -> int:
-    """Peers that hold a copy, as many as there are."""
-    asked = getattr(system, "replicas", None)
+    """Peers that hold a copy, as many as there are; `checkfreq` has storage in their place."""
+    asked = 0 if system.name == "checkfreq" else getattr(system, "replicas", None)
     most = setting.job.topology.world_size - 1
     return min(most, setting.constants.replicas if asked is None else int(asked))
 

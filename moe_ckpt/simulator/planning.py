@@ -124,7 +124,7 @@ class PlannedJob:
         config, iteration_s = self.job.config, self.setting.iteration_s
         if config.strategy in ("pec", "selective") and self.interval > 1:
             return None
-        threshold = config.plt_threshold or 1.0
+        threshold = 1.0 if config.plt_threshold is None else config.plt_threshold
         share = config.pec_k_snapshot / max(1, self.job.num_experts)
         systems: dict[str, CheckpointSystem] = {
             "full": Gemini(self.interval, shortest=True),

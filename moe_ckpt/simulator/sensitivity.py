@@ -64,6 +64,8 @@ def sensitivity(question: Question, system: CheckpointSystem) -> Iterator[Sensit
     for name, ends in tried.items():
         for value in ends:
             given = cast("Any", {name: value})
+            if name == "upload_slowdown" and setting.constants.persist_slowdown == setting.constants.upload_slowdown:
+                given["persist_slowdown"] = value  # what uploads of this project take was not fitted apart
             if name == STORAGE:
                 asked = replace(setting, cluster=replace(setting.cluster, **given))
             else:

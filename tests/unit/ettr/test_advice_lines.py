@@ -28,6 +28,7 @@ from moe_ckpt.simulator.inputs import TrainingJob
 from moe_ckpt.simulator.memory import logs_of_stage
 from moe_ckpt.simulator.models import preset
 from moe_ckpt.simulator.planning import log_bytes, planned_job
+from moe_ckpt.simulator.sensitivity import sensitivity
 from moe_ckpt.simulator.systems import SYSTEMS, full_interval
 from reproduce.large_scale import META_GPU_S
 
@@ -67,7 +68,8 @@ def test_the_jobs_own_parser_takes_every_line_and_finds_no_contradiction() -> No
         assert not list(wrong), line
         if config.strategy == "none":
             stock = parser().parse_args(line.split())
-            assert (stock.save, stock.save_interval) == ("DIR", choice.interval) if line else choice.never
+            assert (stock.save, stock.load) == ("DIR", "DIR") if line else choice.never
+            assert not line or stock.save_interval == choice.interval
             continue
         assert config.persist_dir == "DIR", line
         # A GPU that has to repeat iterations to the bit refuses to start without.
@@ -166,6 +168,15 @@ def test_the_memory_that_advice_counts_is_that_of_the_plan() -> None:
     sizing = runpy.run_path(str(ROOT / "tools" / "sizing.py"))
     row = next(one for one in sizing["ROWS"] if (one.model, one.nodes) == ("Qwen3-30B-A3B", 8))
     assert told == sizing["node_bytes"](row)[1]
+    stored = node_bytes(question.setting, SYSTEMS["checkfreq"], question.behaviour(SYSTEMS["checkfreq"]))
+    assert stored == planned_job(question.setting, replace(config, replicas=0)).node_bytes() < told
+
+
+def test_slower_uploads_cost_snapshots_that_go_to_storage_as_well_as_stock_checkpoints() -> None:
+    found = [one for one in sensitivity(qwen_full(), SYSTEMS["gemini"]) if one.constant == "upload_slowdown"]
+    least, most = found
+    assert least.value < most.value
+    assert least.ettr > most.ettr and least.stock_ettr > most.stock_ettr
 
 
 ARGUMENTS = "--model Qwen3-30B-A3B --ep 8 --world-size 64 --cluster h100-dgx --mtbf 3h --seeds 2".split()

@@ -104,14 +104,15 @@ def test_rarer_faults_raise_every_ettr() -> None:
 
 
 def test_what_does_not_fit_the_host_memory_is_refused_with_both_numbers() -> None:
-    advice = advise(question(memory_bytes=40 * 10**9), ("gemini", "moevement", "checkfreq"))
+    names = ("gemini", "moevement", "checkfreq", "torch_dist_async")
+    advice = advise(question(memory_bytes=40 * 10**9), names)
     found = by_name(advice)
-    for name in ("gemini", "moevement"):
+    for name in ("gemini", "moevement", "checkfreq"):
         assert f"{found[name].memory_bytes / 1e9:,.1f} GB" in found[name].refused
         assert "40.0 GB are allowed" in found[name].refused
-    assert advice.recommended is found["checkfreq"]
-    assert found["checkfreq"].memory_bytes <= 40 * 10**9
-    assert sum("refused" in reason for reason in advice.reasons) == 2
+    assert advice.recommended is found["torch_dist_async"]
+    assert found["torch_dist_async"].memory_bytes <= 40 * 10**9
+    assert sum("refused" in reason for reason in advice.reasons) == 3
 
 
 def test_nothing_is_recommended_where_nothing_fits() -> None:
@@ -254,6 +255,23 @@ def test_the_command_refuses_by_the_given_host_memory() -> None:
     data = json.loads(found.stdout)
     assert data["recommended"] is None
     assert "1.0 GB are allowed" in " ".join(data["notes"])
+
+
+def test_what_a_preset_leaves_out_of_a_model_is_said() -> None:
+    layout = ("--pp", "16", "--ep", "64", "--world-size", "1024", "--cluster", "h100-dgx", "--mtbf", "12h")
+    words = ["--model", "DeepSeek-V3-671B", *layout, "--seeds", "2", "--system", "torch_dist", "--json"]
+    data = json.loads(CliRunner().invoke(advise_command, words).stdout)
+    assert "DeepSeek-V3-671B: Without the multi-token-prediction module." in data["notes"]
+
+
+def test_a_domain_of_many_nodes_has_the_memory_of_them_all() -> None:
+    layout = ("--model", "GPT-125M-8E", "--ep", "8", "--world-size", "144", "--global-batch-size", "288")
+    allowed = []
+    for ranks in ("4", "72"):
+        words = [*layout, "--cluster", "gb200-nvl72", "--ranks-per-node", ranks, "--mtbf", "12h", "--seeds", "2"]
+        found = CliRunner().invoke(advise_command, [*words, "--system", "torch_dist", "--json"])
+        allowed.append(json.loads(found.stdout)["host_memory_of_a_node_for_checkpoints_bytes"])
+    assert allowed[1] == 18 * allowed[0]
 
 
 def test_flags_of_the_job_count_or_are_listed() -> None:

@@ -412,3 +412,11 @@ def test_without_checkpoints_the_formula_has_the_longest_stretch_of_a_run_as_eve
 def test_constants_refuse_a_share_above_1() -> None:
     with pytest.raises(UsageError, match="pec_floor"):
         Constants("wrong", "", pec_floor=1.5)
+
+
+def test_an_iteration_that_is_shorter_than_its_estimated_traffic_still_leaves_time_for_copies() -> None:
+    cost = cost_of("DeepSeek-MoE")
+    busy = replace(cost, network_busy_s=0.8 * cost.iteration_s)
+    for scale, share in ((0.5, 0.9), (0.85, 0.9), (0.9, 0.8 / 0.9), (2.0, 0.4)):
+        found = busy.lasting(scale * cost.iteration_s)
+        assert found.network_busy_s == pytest.approx(share * found.iteration_s), scale

@@ -133,6 +133,36 @@ def test_settings_that_change_no_seconds_of_a_plan_are_named(facts: Facts) -> No
     ranks = ("--world-size", "16", "--ranks-per-node", "8", "--moe-ckpt-strategy", "full")
     notes = facts(*SMALL, *ranks, "--moe-ckpt-replicate", "gradients")["notes"]
     assert notes[-1] == "Not in what checkpoints add, nor in ETTR: --moe-ckpt-replicate."
+    notes = facts(*PEC, "--moe-ckpt-pec-scope", "weights")["notes"]
+    assert notes[-1] == "Not in what checkpoints add, nor in ETTR: --moe-ckpt-pec-scope."
+
+
+def test_bytes_that_flags_of_the_optimizer_change_are_not_modelled_and_said_so(facts: Facts) -> None:
+    notes = facts(*SMALL, "--num-distributed-optimizer-instances", "2", "--exp-avg-dtype", "bf16")["notes"]
+    ignored = "--num-distributed-optimizer-instances, --exp-avg-dtype"
+    assert f"Not modelled, so memory and time may differ: {ignored}." in notes
+
+
+def test_a_limit_of_no_lost_tokens_costs_what_all_experts_cost(facts: Facts) -> None:
+    slow = (*PEC, "--peer-gbps", "0.5")
+    none, all_experts = (
+        facts(*slow, *given)["checkpoints_add_to_an_iteration"]
+        for given in (("--moe-ckpt-plt-threshold", "0"), ("--moe-ckpt-pec-k-snapshot", "16"))
+    )
+    assert none == pytest.approx(all_experts)
+
+
+def test_tokens_cross_to_a_node_once_with_either_flag_of_deepep(facts: Facts) -> None:
+    job = ("--model", "Qwen3-30B-A3B", "--ep", "32", "--world-size", "32", "--cluster", "h100-dgx")
+    older, newer, neither = (
+        facts(*job, *given)["iteration_s"]
+        for given in (
+            ("--moe-enable-deepep",),
+            ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"),
+            ("--moe-token-dispatcher-type", "alltoall"),
+        )
+    )
+    assert older == newer < neither
 
 
 def test_a_state_that_goes_to_storage_more_often_costs_more(facts: Facts) -> None:
@@ -147,7 +177,9 @@ def test_a_state_that_goes_to_storage_more_often_costs_more(facts: Facts) -> Non
     assert often > 2 * seldom > 2 * never
 
 
-@pytest.mark.parametrize(("pattern", "layers"), [("2", 2), ("([0]*1+[1]*2)", 2), ("[0,0,1]", 1)])
+@pytest.mark.parametrize(
+    ("pattern", "layers"), [("2", 2), ("([0]*1+[1]*2)", 2), ("[0,0,1]", 1), ("([1]*1)*3", 3), ("([0]+[1]*2)*1", 2)]
+)
 def test_patterns_of_layers_are_those_of_megatron(facts: Facts, pattern: str, layers: int) -> None:
     model = ("--num-layers", "3", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "128")
     job = (*model, "--num-experts", "4", "--moe-layer-freq", pattern, "--global-batch-size", "8")
