@@ -102,7 +102,7 @@ $(DOCS_VENV)/.ready: tools/site-requirements.txt
 
 # Each compares with a peer, gates a release, or makes data of a figure; `--quick` of each is a test. One that fails keeps
 # no other from running.
-BENCHMARKS = api_overhead training_thread planning control_plane transports snapshot every_iteration slow_links replay recovery replica_loss roll_forward localized_recovery planned_kills \
+BENCHMARKS = api_overhead training_thread planning control_plane transports snapshot every_iteration slow_links replay recovery replica_loss roll_forward drill localized_recovery planned_kills \
 	memory_peaks pec_accuracy figure_jobs
 bench: setup
 	failed=; for name in $(BENCHMARKS); do $(RUN) -W ignore benchmarks/$$name.py --write || failed="$$failed $$name"; done; \

@@ -157,13 +157,13 @@ def gained(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     `python -m reproduce break_even` draws beside what it predicts."""
     found = {}
     for ratio, rounds in result["links"].items():
-        base = statistics.median(_restarts(rounds))
+        base = statistics.median(restarts(rounds))
         each = {str(mtbf): estimate(gains(rounds, result["interval"], base, mtbf)) for mtbf in MTBFS}
         found[ratio] = {mtbf: dataclasses.asdict(gain) for mtbf, gain in each.items()}
     return found
 
 
-def _restarts(rounds: Sequence[dict[str, Any]]) -> list[float]:
+def restarts(rounds: Sequence[dict[str, Any]]) -> list[float]:
     """Of all faults, in iterations."""
     return lost(rounds, "full", "restart_s") + lost(rounds, "sparse", "restart_s") or [0.0]
 
@@ -192,7 +192,7 @@ def page(result: dict[str, Any]) -> list[str]:
     for ratio, rounds in result["links"].items():
         snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
         again = lost(rounds, "sparse", "again_s") or [0.0]
-        restart = _restarts(rounds)
+        restart = restarts(rounds)
         windows = sorted({one["sparse"]["window"] for one in rounds})
         window = " to ".join(str(end) for end in dict.fromkeys((windows[0], windows[-1])))
         lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))

@@ -24,6 +24,7 @@ ROWS = {
     "recovery": "| of that with new processes |",
     "replica_loss": "| torchft, quick |",
     "roll_forward": "times the bytes of gradients, training is back",
+    "drill": "By ETTR ahead: ",
     "localized_recovery": "| PP=2, EP=2 | detection until training is where it was, s |",
     "planned_kills": "| until training is back |",
     "memory_peaks": "beyond its imports",
