@@ -239,6 +239,24 @@ def test_a_copy_that_fails_is_told_at_the_end_and_lets_go_of_the_memory(tmp_path
     recorder.close()
 
 
+def test_a_copy_whose_failure_comes_out_between_iterations_makes_no_log_either(
+    store: MemoryStore, recorder: BoundaryRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.arm(LAYOUT, store.reserve(ONE, LAYOUT))
+    for (way, _), tensor in zip(SENDS, tensors(), strict=True):
+        recorder.sent(way, tensor)
+
+    def fails(_: object, timeout_s: float) -> None:
+        raise OSError("no such memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadEngine, "wait", fails)
+        with pytest.raises(BoundaryFailure, match="could not be copied: no such memory"):
+            recorder.settle()
+    with pytest.raises(BoundaryFailure, match="could not be copied: no such memory"):
+        recorder.end(WAIT_S)
+
+
 def test_after_a_failed_iteration_the_next_one_is_recorded(store: MemoryStore, recorder: BoundaryRecorder) -> None:
     first = store.reserve(ONE, LAYOUT)
     recorder.arm(LAYOUT, first)

@@ -261,9 +261,19 @@ class BoundaryRecorder:
             self._engine.drop()  # copies that cannot be stopped are waited for in the next `arm`
 
     def settle(self) -> None:
-        """Wait until nothing is copied, as memory is about to be given back; between two iterations."""
-        # Copies of a round that was given up may still run, to memory that is about to be unmapped.
-        self._engine.wait(_RELEASE_S)
+        """Wait until nothing is copied, as memory is about to be given back; between two iterations.
+
+        Raises:
+            BoundaryFailure: Copies are still under way, or one failed; then `end` raises it, too.
+        """
+        try:
+            # Copies of a round that was given up may still run, to memory that is about to be unmapped.
+            self._engine.wait(_RELEASE_S)
+        except Exception as error:
+            problem = f"a boundary tensor could not be copied: {error}"
+            if self._expected is not None and not isinstance(error, TimeoutError):
+                self._expected.problem = problem
+            raise BoundaryFailure(problem) from error
 
     def close(self) -> None:
         """End the use of the recorder."""

@@ -102,7 +102,9 @@ def inelastic(
     sizes = allowed.sizes(replica_ranks, node_ranks)
     if not sizes:
         yield f"{flag}: nodes of {node_ranks} ranks make none of these numbers of replicas of {replica_ranks} ranks"
-    spanned, unit = replica_ranks // node_ranks, os.environ.get(UNIT_NODES, "")
+    # A node of one rank is also what there is where no launcher says how many it has.
+    spanned = replica_ranks // node_ranks if node_ranks > 1 else 1
+    unit = os.environ.get(UNIT_NODES, "")
     if spanned > 1 and (not unit.isdecimal() or int(unit) % spanned):
         yield (
             f"{flag}: a replica spans {spanned} nodes, without one of which the others cannot train: start the job by"
