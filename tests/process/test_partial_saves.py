@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attempts import Cluster, recovered
 from partial_hooks import full_disk, poisoned_before_load
 from runs import Layout, Start, Train, differences, digest, exact, flags, reports_in
 from world import Outcome, Running, World
@@ -259,16 +260,22 @@ def test_a_resumed_run_continues_with_the_rotation(saved: Saved, train: Train, s
 
 @pytest.mark.ci
 def test_an_older_snapshot_of_all_state_is_restored_and_no_newer_checkpoint_with_stale_experts(
-    train: Train, save: Path, tmp_path: Path
+    cluster: Cluster, train: Train, save: Path, tmp_path: Path
 ) -> None:
-    saving = [*BF16, *EACH, *IN_TURN, "--moe-ckpt-interval", 2, "--save", save]
-    train(ALONE, *saving, "--exit-interval", 3)
-    assert not chain(save, 3).is_complete
-    outcome = train(ALONE, *saving, "--load", save, "--metrics-jsonl", tmp_path / "reports")
-    assert "recovered iteration 2 exactly" in outcome.said
+    saving = [*EACH, *IN_TURN, "--moe-ckpt-interval", 2, "--save", save, "--load", save]
+    fault = ["--moe-ckpt-inject-fault", "0@4:start", "--metrics-jsonl", tmp_path / "struck"]
+    complete: list[bool] = []
+    outcomes = cluster.run(
+        ALONE, *BF16, *saving, *fault, between=lambda _: complete.append(chain(save, 3).is_complete)
+    )  # fmt: skip
+    assert complete == [False]
+    assert recovered(outcomes[1])[0] == "recovered iteration 2 exactly"
     train(ALONE, *BF16, "--metrics-jsonl", tmp_path / "unbroken")
-    unbroken = exact(tmp_path / "unbroken")
-    assert exact(tmp_path / "reports") == {iteration: unbroken[iteration] for iteration in range(3, LAST + 1)}
+    struck, unbroken = (
+        {one["iteration"]: (one["lm_loss"], one["grad_norm"]) for one in reports_in(tmp_path / name)}
+        for name in ("struck", "unbroken")
+    )
+    assert struck == unbroken
 
 
 def test_a_digest_of_some_of_the_experts_is_refused(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
