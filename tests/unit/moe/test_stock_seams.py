@@ -92,6 +92,8 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"use_megatron_fsdp": True},
         {"use_torch_fsdp2": True},
         {"iterations_to_skip": [3, 4]},
+        {"result_rejected_tracker_filename": "rejected"},
+        {"adlr_autoresume": True},
         {"dataloader_type": "cyclic"},
         {"fim_data": True},
         {"moe_use_upcycling": True},

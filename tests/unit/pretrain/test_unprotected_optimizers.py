@@ -116,6 +116,14 @@ def test_weights_that_are_clipped_apart_from_their_masters_are_refused_in_a_loop
         state_tensors(chunks, wrapped(adam), read_topology(8))
 
 
+@pytest.mark.parametrize("size", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_that_ranks_share_out_are_refused_in_a_loop_of_ones_own(size: str) -> None:
+    (chunk,) = chunks = built(judged(MODEL.split(), 1))
+    setattr(unwrap_model(chunk).config, size, 2)
+    with pytest.raises(UsageError, match="cannot be protected with weights that ranks share out and gather"):
+        state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))
+
+
 def test_a_bias_that_routers_draw_once_and_keep_is_refused_in_a_loop_of_ones_own() -> None:
     (chunk,) = chunks = built(judged(MODEL.split(), 1))
     unwrap_model(chunk).config.moe_router_force_biased = -0.1

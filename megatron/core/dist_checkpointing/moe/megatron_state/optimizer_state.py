@@ -350,6 +350,10 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
             getattr(config, "use_transformer_engine_op_fuser", False) and config.fp8 and config.fp8_recipe == "delayed"
         ),
         "layers that predict further tokens on another stage than the last": getattr(config, "mtp_standalone", False),
+        # Names and shards of parameters would be those of another rank.
+        "weights that ranks share out and gather (--tensor-parallel-num-weight-shards)": any(
+            (getattr(config, f"{of}gtp_weight_remat_size", None) or 1) > 1 for of in ("", "expert_")
+        ),
         # It rounds weights apart from their masters, of which a restore makes the cast.
         "qk_clip of weights that have masters": getattr(config, "qk_clip", False) and (config.bf16 or config.fp16),
         # Routers draw it once, and the process keeps it.

@@ -226,6 +226,12 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("moe_router_force_biased", lambda bias: bias < 0, "what it drew first stays in the process; use 0 or above"),
     ("moe_use_upcycling", bool, "save the upcycled checkpoint first, and train from it"),
     ("iterations_to_skip", bool, _SAMPLES),
+    (
+        "result_rejected_tracker_filename",
+        bool,
+        "the next start would skip iterations that it has rejected; leave it out",
+    ),
+    ("adlr_autoresume", bool, "it saves and exits past the loop; use --exit-signal-handler"),
     ("decrease_batch_size_if_needed", bool, _SAMPLES),
     ("dataloader_type", lambda kind: kind in ("external", "cyclic"), "its position is not in `args`; use single"),
     ("fim_data", bool, "each sample draws from a random state that no snapshot has"),

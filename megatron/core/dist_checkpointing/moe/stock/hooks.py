@@ -121,8 +121,9 @@ class Hooks:
 
     def _is_unsaved(self) -> bool:
         """Whether only the memory has what this job came to. A collective."""
-        iteration, save = self._manager.iteration, self._args.save
-        return iteration > self._loaded and not self._saves.has(iteration) and newest_iteration(save) < iteration
+        # Asked for first, by all: a process that stayed knows more of what was published than one that came since.
+        iteration, newest = self._manager.iteration, newest_iteration(self._args.save)
+        return iteration > self._loaded and not self._saves.has(iteration) and newest < iteration
 
     def _unsaved(self) -> CheckpointFailure:
         return CheckpointFailure(

@@ -50,6 +50,10 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("logits_load_dir", bool, "the reader of its teacher's logits would continue where it stood"),
     ("moe_routing_trace_path", bool, f"its tracer {_TWICE}"),
     ("run_workload_inspector_server", bool, f"its server {_TWICE}"),
+    ("ckpt_assume_constant_structure", bool, "its plan of saving would be known to those alone that stay"),
+    ("save_activations_interval", bool, f"its hooks {_TWICE}"),
+    ("save_dgrads_interval", bool, f"its hooks {_TWICE}"),
+    ("save_tokens_per_expert_interval", bool, f"its hooks {_TWICE}"),
     ("lazy_mpu_init", bool, "groups are then made by somebody else"),
 )
 
