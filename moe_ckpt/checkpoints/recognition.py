@@ -54,6 +54,11 @@ def is_unsupported(names: Sequence[str]) -> bool:
     return bool(names) and not _OWN_FILES & set(names) and not any(name.endswith(SHARD_SUFFIX) for name in names)
 
 
+def is_of_torch_alone(names: Sequence[str]) -> bool:
+    """Whether these files are of torch.distributed.checkpoint, as torch_dcp and fsdp_dtensor are."""
+    return INDEX in names and not (_OWN_FILES - {INDEX}) & set(names)
+
+
 def recognize(place: str) -> LocationKind:
     """Say what a place holds. Nothing is checked that takes reading of more than a manifest.
 
@@ -131,7 +136,7 @@ def _is_iteration(folder: Path, own: str, names: Sequence[str]) -> bool:
         return False
     if FORMAT in names:
         _refuse_other_backend(folder / FORMAT)
-    elif INDEX in names and not {COMMON, CHAIN, INTEGRITY} & set(names):
+    elif is_of_torch_alone(names):
         raise UnreadableCheckpoint(
             f"{folder} is a torch.distributed.checkpoint without Megatron's {FORMAT}: read it with what saved it, or"
             " save with --ckpt-format torch_dist"

@@ -13,7 +13,7 @@ from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain, says_partial
 from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, published, read_tracker
 
-COMPLETE = "complete"
+COMPLETE, UNREADABLE = "complete", "not readable now"
 LISTINGS = 8
 """So often a folder is listed again for what a job has renamed meanwhile."""
 
@@ -106,10 +106,12 @@ def _state_of(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]
         return "a later version of moe-ckpt wrote the manifest of its experts", ()
     except UnreadableCheckpoint as error:
         if isinstance(error.__cause__, OSError):
-            return f"not readable now: {error}", ()
+            return f"{UNREADABLE}: {error}", ()
         return "damaged: the manifest of its experts cannot be read", ()
     if chain is None:
         return ("not whole: the manifest of its experts is missing", ()) if says_partial(folder) else (COMPLETE, ())
     needs = tuple(sorted(chain.iterations - {chain.iteration}))
     gone = [needed for needed in needs if not (folder.parent / f"iter_{needed:07d}").is_dir()]
+    if away := [needed for needed in gone if (folder.parent / f"iter_{needed:07d}").is_symlink()]:
+        return f"{UNREADABLE}: iteration {away[0]} is a link to a folder that is not there", needs
     return (f"not whole: needs iteration {gone[0]}, which is missing" if gone else COMPLETE), needs

@@ -30,8 +30,8 @@ from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, condemned
 from .files import last_written_s
 from .inspect_saves import iteration_report, saves_report
 from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
-from .recognition import UNSUPPORTED, is_unsupported, recognize
-from .saved_iterations import SavedIteration, saved_iterations, tracked
+from .recognition import UNSUPPORTED, is_of_torch_alone, is_unsupported, recognize
+from .saved_iterations import UNREADABLE, SavedIteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
     from moe_ckpt.checkpoints.values import StateView
@@ -114,18 +114,18 @@ class SavesLocation(DenseLocation):
         return GcPlan(limits.applied(items, last_written_s(self.path), writer_of(self.place)), newest)
 
 
-def _unjudged(folder: Path) -> str:
-    """Why an iteration may be sound although it looks otherwise: a later version wrote it, or its small files cannot be
-    read now. Empty for one that can be judged."""
+def _unjudged(saved: SavedIteration) -> str:
+    """Why an iteration may be sound although it looks otherwise: a later version wrote it, or its small files, or what
+    it needs, cannot be read now. Empty for one that can be judged."""
     for read in (lambda path: recognize(str(path)), read_chain, integrity.read):
         try:
-            read(folder)
+            read(saved.folder)
         except NewerFormat:
             return "a later version of moe-ckpt wrote it"
         except MoECheckpointError as error:
             if isinstance(error.__cause__, OSError):
                 return f"it cannot be read now: {error}"
-    return ""
+    return f"it is {saved.state}" if saved.state.startswith(UNREADABLE) else ""
 
 
 def _judged(
@@ -141,7 +141,7 @@ def _judged(
     if intact is None:
         return "", [_gc_item(saved, "no iteration here is certainly intact") for saved in published]
     last = {*list(loadable)[-limits.keep_last :], intact}
-    unknown = {saved.iteration: why for saved in published for why in [_unjudged(saved.folder)] if why}
+    unknown = {saved.iteration: why for saved in published for why in [_unjudged(saved)] if why}
     # What is newer than the intact one stays, and so does what it needs, though the tracker does not name it yet.
     staying = [
         saved for saved in published if saved.iteration is None or saved.iteration > intact or saved.iteration in last
@@ -160,7 +160,8 @@ def _judged(
             return _gc_item(saved, f"no older one than iteration {intact} goes: that is the newest one that is intact")
         if saved.iteration < after:
             return _gc_item(saved, f"iteration {after} may need it: {unknown[after]}")
-        if is_unsupported(os.listdir(saved.folder)):
+        names = os.listdir(saved.folder)
+        if is_unsupported(names) or is_of_torch_alone(names):
             return _gc_item(saved, f"it is {UNSUPPORTED}")
         return _gc_item(saved, OUTLIVED if saved.is_complete else f"it is {saved.state}", goes=True)
 

@@ -153,8 +153,11 @@ class Run:
         found: dict[int, dict[int, int]] = {}
         recoveries = self.log.recoveries
         for at, recovery in enumerate(recoveries):
-            if any(later.target < recovery.target for later in recoveries[at + 1 :]):
-                continue  # from further back these tokens were trained again
+            # From as far back, or further, these tokens were trained again.
+            again = any(later.target <= recovery.target for later in recoveries[at + 1 :])
+            starts = (one for one in self.log.starts if one.at > recovery.at)
+            if again or any(one.iteration < recovery.target for one in starts):
+                continue
             for layer, experts in recovery.lost_tokens.items():
                 for expert, tokens in experts.items():
                     row = found.setdefault(layer, {})

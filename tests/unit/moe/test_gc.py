@@ -731,6 +731,18 @@ def test_iterations_that_cannot_be_judged_stay_with_all_that_they_may_need(
 
 
 @SAVES
+def test_iterations_whose_experts_lie_on_a_disk_that_is_away_stay(tmp_path: Path) -> None:
+    root = with_newer(chained(tmp_path / "saved", 3))
+    (root / "iter_0000012").rename(tmp_path / "archive")
+    (root / "iter_0000012").symlink_to(tmp_path / "archive")
+    (tmp_path / "archive").rename(tmp_path / "unmounted")
+    plan = of_saves(root, keep_last=1)
+    assert freed(plan) == ["iter_0000048"]
+    away = "it is not readable now: iteration 12 is a link to a folder that is not there"
+    assert reasons(plan, "iter_0000036") == reasons(plan, "iter_0000024") == away
+
+
+@SAVES
 def test_what_iterations_past_the_tracked_one_need_stays(tmp_path: Path) -> None:
     root = chained(tmp_path / "saved", 3)
     save_iteration(root, 30, {"w": tensor(random.Random(1), 4)})
@@ -747,10 +759,14 @@ def test_iterations_that_are_links_or_in_another_format_stay(tmp_path: Path) -> 
     (root / "iter_0000012").symlink_to(tmp_path / "elsewhere")
     (root / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
     (root / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"legacy")
+    (root / "iter_0000003").mkdir()
+    for name in (".metadata", "__0_0.distcp"):  # of torch_dcp or fsdp_dtensor
+        (root / "iter_0000003" / name).write_bytes(b"x")
     plan = of_saves(root, keep_last=1)
     assert not freed(plan)
     assert reasons(plan, "iter_0000012") == A_LINK
-    assert "in a format that is not supported" in reasons(plan, "iter_0000006")
+    for name in ("iter_0000006", "iter_0000003"):
+        assert "in a format that is not supported" in reasons(plan, name)
 
 
 @pytest.fixture

@@ -114,14 +114,16 @@ def test_stops_are_recoveries_starts_and_iterations_that_begin_again(tmp_path: P
 
 def test_lost_tokens_of_all_recoveries_are_summed_by_layer_and_expert(tmp_path: Path) -> None:
     lost = ({"0": {"1": 5, "2": 7}}, {"0": {"1": 5}, "3": {"0": 1}})
-    run = run_of(tmp_path, iteration(1), *(recovery(1.0, 1, lost_tokens=one) for one in lost))
+    run = run_of(tmp_path, iteration(1), *(recovery(1.0, at, lost_tokens=one) for at, one in enumerate(lost)))
     assert run.lost_tokens == {0: {1: 10, 2: 7}, 3: {0: 1}}
 
 
 def test_tokens_that_were_trained_again_from_further_back_are_not_lost(tmp_path: Path) -> None:
     first, second = (recovery(at, target, lost_tokens={"0": {"1": 5}}) for at, target in ((1.0, 20), (2.0, 10)))
     assert run_of(tmp_path, iteration(1), first, second).lost_tokens == {0: {1: 5}}
+    assert run_of(tmp_path, iteration(1), first, first).lost_tokens == {0: {1: 5}}
     assert run_of(tmp_path, iteration(1), second, first).lost_tokens == {0: {1: 10}}
+    assert run_of(tmp_path, first, iteration(21), start(9.0, after=15), iteration(16)).lost_tokens == {}
 
 
 def test_a_person_is_told_of_less_protection_with_its_reason(tmp_path: Path) -> None:
