@@ -135,17 +135,24 @@ def test_what_a_killed_trainer_was_persisting_is_published_whole_and_verified(
     assert line.startswith(f"rank {RANK}: its trainer ended while it persisted iteration 12; that was finished in ")
 
 
-def test_where_another_attempt_has_the_lease_since_nothing_of_it_is_replaced(
-    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_sealed", [True, False])
+def test_what_another_attempt_that_has_the_lease_since_has_sealed_is_not_replaced(
+    has_sealed: bool, trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def does(memory: MemoryStore, agent: PersistAgent) -> None:
         agent.announce([ordered(memory)])
         Lease(str(tmp_path / "storage"), Holder.here("job")).acquire()
+        if has_sealed:
+            with in_storage(tmp_path).reserve(NEWEST, LAYOUT) as writer:
+                for field in LAYOUT.fields:
+                    writer.put(field.key, content(field.key))
+                writer.seal(OTHER_ATTEMPT)
 
     wait_for_agent(trainer(does), 30.0)
-    assert not in_storage(tmp_path).snapshots().sealed
+    with in_storage(tmp_path).open(NEWEST) as reader:
+        assert reader.manifest.facts == (OTHER_ATTEMPT if has_sealed else FACTS)
     (line,) = capfd.readouterr().err.splitlines()
-    assert "was NOT finished: job 'job'" in line and "writes to" in line
+    assert ("was NOT finished: job 'job'" in line and "has written the" in line) is has_sealed
 
 
 @pytest.mark.ci

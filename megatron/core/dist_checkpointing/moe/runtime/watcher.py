@@ -304,7 +304,8 @@ _watching: list[Watcher] = []
 
 def hang_up() -> None:
     """Close all connections of this process to other ranks, by whoever watches it."""
-    _watching[-1].hang_up() if _watching else close_connections()
+    newest = _watching[-1:]  # the main thread may take it out meanwhile
+    newest[0].hang_up() if newest else close_connections()
 
 
 _waits_for_no_rank = threading.Event()

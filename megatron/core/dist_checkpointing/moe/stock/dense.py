@@ -27,7 +27,7 @@ from ..runtime.watcher import waiting_for_no_rank
 from .seams import Call
 
 LOST = "tokens_lost_in_faults"
-"""Argument of Megatron-LM that checkpoints take along."""
+"""In the `args` of a checkpoint, by MoE layer."""
 
 
 class StockSaves:

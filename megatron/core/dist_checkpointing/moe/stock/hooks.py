@@ -45,7 +45,7 @@ from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
 from . import flags
-from .dense import StockSaves, newest_checkpoint, newest_iteration, written_folder
+from .dense import LOST, StockSaves, newest_checkpoint, newest_iteration, written_folder
 from .iteration import (
     CommonIterations,
     DeferredSaves,
@@ -67,8 +67,6 @@ log = logging.getLogger(__name__)
 
 Manager = Any
 MakeManager = Callable[..., Manager]
-LOST = "tokens_lost_in_faults"
-"""In the `args` of a checkpoint, by MoE layer."""
 
 
 class Hooks:

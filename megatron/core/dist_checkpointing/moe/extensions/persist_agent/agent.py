@@ -26,11 +26,13 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ...ports import SnapshotId
     from ...snapshot.persisting import CopyOrder
 
 log = logging.getLogger(__name__)
@@ -231,7 +233,7 @@ def _first_line() -> bytes:
 def _finish(line: bytes, facts: dict[str, object]) -> str:
     """Carry out the orders of a line; the iterations that they were of, in words."""
     _skip_megatron_core()
-    from megatron.core.dist_checkpointing.moe.errors import StoreFailure
+    from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
     from megatron.core.dist_checkpointing.moe.storage.lease import holder_of
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
@@ -250,19 +252,22 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
         stack.callback(storage.close)
         checked_s = 0.0
 
-        def check(pause_s: float = CHECK_S) -> None:
-            # An attempt that began elsewhere may have sealed the same iterations since: they are not replaced by those
-            # of a past that it gave up.
+        def check(snapshot: SnapshotId, pause_s: float = CHECK_S) -> None:
+            # An attempt that began elsewhere may have sealed the same iteration since: that is not replaced by one of a
+            # past that it gave up. One that begins here waits for this process, and has sealed none.
             nonlocal checked_s
             if time.monotonic() - checked_s < pause_s:
                 return
             holder, checked_s = holder_of(str(facts["place"])), time.monotonic()
-            if holder is not None and holder.name != facts["lease"]:
-                raise StoreFailure(f"{holder} writes to {facts['place']} since")
+            if holder is None or holder.name == facts["lease"]:
+                return
+            with suppress(UnreadableCheckpoint), storage.open(snapshot):
+                raise StoreFailure(f"{holder} has written the {snapshot} to {facts['place']} since")
 
         for order in orders:
-            check(0.0)
-            carry_out(order, [readers[source] for source in order.sources], storage, check)
+            snapshot = order.manifest.snapshot
+            check(snapshot, 0.0)
+            carry_out(order, [readers[source] for source in order.sources], storage, partial(check, snapshot))
     iterations = sorted({order.manifest.snapshot.iteration for order in orders})
     return f"iteration{'s' * (len(iterations) > 1)} {', '.join(map(str, iterations))}"
 
