@@ -32,7 +32,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...ports import SnapshotId
     from ...snapshot.persisting import CopyOrder
 
 log = logging.getLogger(__name__)
@@ -252,7 +251,7 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
         stack.callback(storage.close)
         checked_s = 0.0
 
-        def check(snapshot: SnapshotId, pause_s: float = CHECK_S) -> None:
+        def check(order: CopyOrder, pause_s: float = CHECK_S) -> None:
             # An attempt that began elsewhere may have sealed the same iteration since: that is not replaced by one of a
             # past that it gave up. One that begins here waits for this process, and has sealed none.
             nonlocal checked_s
@@ -261,13 +260,12 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
             holder, checked_s = holder_of(str(facts["place"])), time.monotonic()
             if holder is None or holder.name == facts["lease"]:
                 return
-            with suppress(UnreadableCheckpoint), storage.open(snapshot):
-                raise StoreFailure(f"{holder} has written the {snapshot} to {facts['place']} since")
+            with suppress(UnreadableCheckpoint), storage.open(order.manifest.snapshot):
+                raise StoreFailure(f"{holder} has written the {order.manifest.snapshot} to {facts['place']} since")
 
         for order in orders:
-            snapshot = order.manifest.snapshot
-            check(snapshot, 0.0)
-            carry_out(order, [readers[source] for source in order.sources], storage, partial(check, snapshot))
+            check(order, 0.0)
+            carry_out(order, [readers[source] for source in order.sources], storage, partial(check, order))
     iterations = sorted({order.manifest.snapshot.iteration for order in orders})
     return f"iteration{'s' * (len(iterations) > 1)} {', '.join(map(str, iterations))}"
 
