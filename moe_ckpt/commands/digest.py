@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-from megatron.core.dist_checkpointing.moe.errors import UsageError
-
 HELP = """Print one digest per component of the torch_dist checkpoint in DIRECTORY.
 
 DIRECTORY is an iteration (iter_0000012), or a --save directory, of which the iteration is taken that
@@ -38,17 +36,10 @@ initialises.
 def digest(directory: Path, as_json: bool) -> None:
     """See `HELP`; the option above each parameter explains it."""
     # torch is imported only when there is something to read: --help stays quick.
-    from ..dense.dense import open_dense
     from ..dense.digest import digest_components, total_digest
-    from ..dense.merged import open_merged
+    from ..dense.merged import open_alone
 
-    merged = open_merged(directory)
-    if merged is not None and not merged.chain.is_complete:
-        raise UsageError(
-            f"{directory} has some of the experts, and earlier checkpoints the others: convert it --to dense first"
-        )
-
-    components = digest_components(open_dense(directory))
+    components = digest_components(open_alone(directory))
     lines = (*components, total_digest(components))
     if as_json:
         facts = [

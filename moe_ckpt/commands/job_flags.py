@@ -462,8 +462,9 @@ def _layer_pattern(text: str) -> int | tuple[int, ...]:
     if text.isdigit():
         return int(text)
     pattern: list[int] = []
-    whole = re.fullmatch(r"\((.*)\)(?:\*(\d{1,5}))?", text.replace(" ", ""))
-    parts, times = (whole[1], int(whole[2] or 1)) if whole is not None else (text.replace(" ", ""), 1)
+    bare = text.replace(" ", "")
+    whole = re.fullmatch(r"\((.*)\)(?:\*(\d{1,5}))?", bare)
+    parts, times = (whole[1], int(whole[2] or 1)) if whole is not None else (bare, 1)
     for part in parts.split("+"):
         found = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", part)
         if found is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 
 from .chain import MANIFEST, Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial
@@ -119,6 +119,21 @@ def open_merged(directory: Path | str) -> MergedCheckpoint | None:
     merged = MergedCheckpoint(chain, parts, experts)
     _check_experts(merged)
     return merged
+
+
+def open_alone(directory: Path) -> DenseCheckpoint:
+    """A checkpoint that holds all of its experts itself.
+
+    Args:
+        directory: as of `open_merged`.
+
+    Raises:
+        UsageError: It holds some of them. UnreadableCheckpoint: As `open_merged` and `open_dense`.
+    """
+    merged = open_merged(directory)
+    if merged is not None and not merged.chain.is_complete:
+        raise UsageError(f"{directory} has some of the experts; convert it --to dense first, and take what that makes")
+    return open_dense(directory)
 
 
 def _open_part(directory: Path, chain: Chain, iteration: int) -> DenseCheckpoint:

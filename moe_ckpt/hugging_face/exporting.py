@@ -13,9 +13,9 @@ import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 
-from ..dense.dense import DenseCheckpoint, open_dense
+from ..dense.dense import DenseCheckpoint
 from ..dense.integrity import damaged, sums_of
-from ..dense.merged import open_merged
+from ..dense.merged import open_alone
 from .config import Config
 from .families import read_model, written_config
 from .folder import (
@@ -87,7 +87,7 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
     """
     safetensors()  # before anything is read
     refuse_existing(request.target)
-    checkpoint = _opened(request.source)
+    checkpoint = open_alone(request.source)
     like = request.like or _beside(checkpoint)
     config = _config(checkpoint, like)
     model = read_model(config)
@@ -140,13 +140,6 @@ _UNSCALED = (
     "DeepseekV2ForCausalLM of transformers (5.12) leaves mscale_all_dim of YaRN out of attention, which Megatron and"
     " DeepSeek's own code do not"
 )
-
-
-def _opened(source: Path) -> DenseCheckpoint:
-    merged = open_merged(source)
-    if merged is not None and not merged.chain.is_complete:
-        raise UsageError(f"{source} has some of the experts; convert it --to dense first, and then that --to hf")
-    return open_dense(source)
 
 
 def _beside(checkpoint: DenseCheckpoint) -> Path | None:

@@ -107,8 +107,6 @@ def has_chain(folder: Path) -> bool:
 
 def has_stale_experts(folder: Path) -> bool:
     """Whether some of a checkpoint's experts are loaded from others, as they were there."""
-    if not has_chain(folder):
-        return False
     try:
         chain = read_chain(folder)
     except UnreadableCheckpoint:
