@@ -305,6 +305,14 @@ def test_a_meeting_point_whose_port_is_taken_says_so_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.ci
+def test_nodes_of_a_dry_run_meet_at_a_port_that_the_kernel_gives_to_no_connection(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("trained",),))
+    assert code == 0, said
+    port = next(one.rpartition(":")[2] for one in play.arguments if one.startswith("--rdzv-endpoint="))
+    assert int(port) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+@pytest.mark.ci
 def test_arguments_with_spaces_reach_the_ranks_as_they_are(play: Play) -> None:
     code, said = play.run(*submit(), "--save", "a folder", runs=(("trained",),))
     assert code == 0, said
