@@ -56,7 +56,9 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
             found["stock"].append({"seed": seed, "full": both["subject"], "stock": both["baseline"]})
             if link:
                 found["slow_link"].append({"seed": seed} | _behind(seed, minutes, link, Path(folder) / "slow-link"))
-            print(f"drill {seed} of {turns}", flush=True)
+            last = [one[-1] for one in found.values() if one]
+            of_jobs = (f"{name} {one[name]['ettr']:.3f}" for one in last for name in one if name != "seed")
+            print(f"drill {seed} of {turns}, ETTR: {', '.join(of_jobs)}", flush=True)
     return {"layout": layout, "minutes": minutes, "mtbf_s": mtbf_s, "standbys": STANDBYS, "link": link, **found}
 
 
@@ -110,13 +112,14 @@ def _of_job(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _link() -> dict[str, Any]:
-    """What the link carries, how long kills are apart, and how often `full` takes a snapshot there."""
-    known = json.loads(slow_links.BENCHMARK.data.read_text())
-    rounds, base_s = known["links"][f"{RATIO:g}"], known["iteration_s"]
+    """What the link carries by an iteration of this machine, how long kills are apart, and how often `full` takes a
+    snapshot there by what that page measured."""
+    known, (nbytes, base_s) = json.loads(slow_links.BENCHMARK.data.read_text()), slow_links.unlimited()
+    rounds = known["links"][f"{RATIO:g}"]
     snapshot = max(0.0, statistics.fmean(slow_links.costs(rounds, "full", known["interval"])))
     restart = statistics.median(slow_links.restarts(rounds))
     interval = slow_links.best_full(snapshot, restart, MTBF_ITERATIONS)[1]
-    rate = known["bytes"] / (RATIO * base_s)
+    rate = nbytes / (RATIO * base_s)
     return {"bytes_per_s": rate, "mtbf_s": MTBF_ITERATIONS * base_s, "interval": interval}
 
 

@@ -56,8 +56,7 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     """All rounds of all links; quick: a tiny model, one link, and no fault."""
     model, iterations, faults = (TINY, 14, ((),)) if quick else (MODEL, ITERATIONS, [(fault,) for fault in FAULTS])
     flags = f"{model} --train-iters {iterations}"
-    undisturbed = job(f"{flags} --moe-ckpt-strategy full --moe-ckpt-interval {iterations}", math.inf, ())
-    nbytes, base_s = undisturbed[-1]["checkpoint_memory"]["dense_bytes"], statistics.median(times(undisturbed))
+    nbytes, base_s = unlimited(model, iterations)
     found: dict[str, list[dict[str, Any]]] = {}
     for ratio in RATIOS[1:2] if quick else RATIOS:
         rate = nbytes / (ratio * base_s)
@@ -76,6 +75,13 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
         found[f"{ratio:g}"] = rounds
     links = {"model": model, "bytes": nbytes, "iteration_s": base_s, "interval": INTERVAL, "links": found}
     return links | {"gains": gained(links)}
+
+
+def unlimited(model: str = MODEL, iterations: int = ITERATIONS) -> tuple[int, float]:
+    """Bytes of a rank's state, and seconds of an iteration in which no link is in the way."""
+    flags = f"{model} --train-iters {iterations} --moe-ckpt-strategy full --moe-ckpt-interval {iterations}"
+    lines = job(flags, math.inf, ())
+    return lines[-1]["checkpoint_memory"]["dense_bytes"], statistics.median(times(lines))
 
 
 def job(flags: str, rate: float, faults: Sequence[str]) -> list[dict[str, Any]]:
