@@ -214,9 +214,11 @@ def _lost(snapshots: Sequence[StoredSnapshot], intact: Sequence[StoredSnapshot])
     """Operators of which some rank has no intact copy any more on the newest timeline that leads to a whole state;
     experts may have been stored once, long ago."""
     for timeline in timelines(intact):
-        if any(not state.lacking for state in states(on_timeline(timeline, intact))):
+        whole = next((state for state in states(on_timeline(timeline, intact)) if not state.lacking), None)
+        if whole:
             stored, left = (held_parts(on_timeline(timeline, some)) for some in (snapshots, intact))
-            return sorted({key[1] for key, part in stored.items() if part & ~left.get(key, Part.NOTHING)})
+            gone = whole.leading.saved_experts - {operator for _, operator in left}
+            return sorted(gone | {key[1] for key, part in stored.items() if part & ~left.get(key, Part.NOTHING)})
     return []
 
 

@@ -19,7 +19,14 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import MAX_ATTEMPTS, Li
 from megatron.core.dist_checkpointing.moe.policy.tracking import kept_in_storage
 from megatron.core.dist_checkpointing.moe.ports import Facts, Manifest, SnapshotId, Store
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import STANDBY, OperatorId, OperatorKind, Part, SnapshotPlan
+from megatron.core.dist_checkpointing.moe.types import (
+    STANDBY,
+    OperatorId,
+    OperatorKind,
+    Part,
+    SnapshotPlan,
+    expert,
+)
 
 _Owned = dict[tuple[str, int], set[OperatorId]]
 """By layout and rank the operators of which it stored anything."""
@@ -45,6 +52,21 @@ class _Trainer(Struct):
 
 class _Ledger(Struct):
     losses: tuple[tuple[int, int, tuple[_Count, ...]], ...] = ()
+    layers: tuple[_Count, ...] = ()
+    copies: dict[str, tuple[tuple[tuple[tuple[int, _Count], ...], ...], ...]] = {}
+
+    def saved(self) -> set[OperatorId]:
+        """Experts of which each level has a copy with tokens; without any it is as when the ledger began."""
+        of_levels = (
+            {
+                expert(layer, index)
+                for layer, row in zip(self.layers, rows, strict=False)
+                for index, history in enumerate(row)
+                if history and history[-1][1]
+            }
+            for rows in self.copies.values()
+        )
+        return set.intersection(*of_levels) if self.copies else set()
 
 
 class _Strategy(Struct):
@@ -128,6 +150,12 @@ class StoredSnapshot:
     def parts(self) -> dict[OperatorId, Part]:
         """What it holds of its rank's operators."""
         return {OperatorId(layer, kind, index): Part(part) for layer, kind, index, part in self.said.operators}
+
+    @property
+    def saved_experts(self) -> set[OperatorId]:
+        """Those of which its strategy counts on copies, its own or older ones."""
+        strategy = self.said.strategy
+        return strategy.ledger.saved() if strategy and strategy.ledger else set()
 
     @property
     def command(self) -> Command | None:
@@ -244,21 +272,25 @@ def restorable(
             names = {piece_name(piece) for piece in (*own, *needed_pieces(pieces, state))}
             members = tuple(seen for seen in here if seen.name in names)
             wanted = [seen for seen in ever if seen.span[-1] <= state.span[-1]]
-            if _holds(members, wanted, state.leading.layout):
+            if _holds(members, wanted, state.leading):
                 any_here = True
                 yield RestorableState(timeline, state, members)
         if any_here:
             return
 
 
-def _holds(members: Sequence[StoredSnapshot], wanted: Sequence[StoredSnapshot], layout: str) -> bool:
-    """Whether members have all that ranks of this layout ever stored; of what those of others did, from any rank."""
+def _holds(members: Sequence[StoredSnapshot], wanted: Sequence[StoredSnapshot], leading: StoredSnapshot) -> bool:
+    """Whether members have all that ranks of its layout ever stored, and from any rank what those of others did and
+    the experts whose copies it counts on."""
+    layout = leading.layout
     there, own = (held_parts(seen for seen in some if seen.layout == layout) for some in (members, wanted))
     anywhere, others = (
         _by_operator(held_parts(some)) for some in (members, [seen for seen in wanted if seen.layout != layout])
     )
-    return all(part in there.get(key, Part.NOTHING) for key, part in own.items()) and all(
-        part in anywhere.get(operator, Part.NOTHING) for operator, part in others.items()
+    return (
+        all(part in there.get(key, Part.NOTHING) for key, part in own.items())
+        and all(part in anywhere.get(operator, Part.NOTHING) for operator, part in others.items())
+        and leading.saved_experts <= anywhere.keys()
     )
 
 

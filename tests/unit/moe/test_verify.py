@@ -21,12 +21,13 @@ import verify_places
 from verify_places import PLACES, copies, facts, harmed, write
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.types import OperatorKind, Part
+from megatron.core.dist_checkpointing.moe.types import Level, OperatorKind, Part, expert
 from moe_ckpt.checkpoints.location import Verified
 from moe_ckpt.checkpoints.places import locate
 from moe_ckpt.checkpoints.storage import StorageLocation
@@ -347,6 +348,24 @@ def test_without_an_intact_copy_of_an_expert_nothing_can_be_restored(tmp_path: P
     (root / SnapshotId(1, 1, "expertsa").name / "segment.bin").write_bytes(b"1" * 64)
     assert looked_at(root).restores == ""
     assert any("no intact copy of layer0.expert1 is left" in line for line in found(root))
+
+
+def test_an_expert_that_the_job_had_saved_is_missed_though_nothing_is_left_of_its_snapshot(tmp_path: Path) -> None:
+    ledger = TokenLedger.started((0,), 2).advance(1, [[3, 3]]).saved(1, [expert(0, 1)], Level.SNAPSHOT)
+    ledger = ledger.saved(1, [expert(0, 1)], Level.PERSIST).advance(2, [[3, 3]])
+    said = facts(2)
+    scalars = said.scalars | {"strategy": {"ledger": ledger.to_data(), "planned": [100, 2]}}
+    for rank in range(verify_places.WORLD_SIZE):
+        with closing(FilesystemStore(tmp_path, rank)) as store:
+            seal_experts(store, SnapshotId(1, rank, "expertsa"))
+            with store.reserve(SnapshotId(2, rank), Layout.of([Field("w", "uint8", (10,))])) as writer:
+                writer.put("w", bytes(10))
+                writer.seal(dataclasses.replace(said, scalars=scalars))
+    assert looked_at(tmp_path).restores == "iteration 2"
+    for rank in range(verify_places.WORLD_SIZE):
+        shutil.rmtree(tmp_path / SnapshotId(1, rank, "expertsa").name)
+    assert looked_at(tmp_path).restores == ""
+    assert "no intact copy of layer0.expert1 is left" in found(tmp_path)[-1]
 
 
 def test_what_attempts_left_that_were_given_up_is_told_and_is_no_damage(tmp_path: Path) -> None:
