@@ -10,6 +10,7 @@ ahead where the 95 % interval of the difference, over rounds, leaves 0 out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -108,10 +109,10 @@ def _trained(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of an iteration, the mean, as a snapshot is not in each; the window; what each fault cost."""
-    windows = [
-        line["checkpoint_memory"]["window"] for line in lines if "iteration" in line and line.get("snapshot_bytes")
-    ]
+    """Seconds of an iteration, the mean, as a snapshot is not in each; the window that a fault found, or the last one;
+    what each fault cost."""
+    before = itertools.takewhile(lambda line: "recovery" not in line, lines)
+    windows = [line["checkpoint_memory"]["window"] for line in before if line.get("snapshot_bytes")]
     return {
         "iteration_s": statistics.mean(times(lines)),
         "window": windows[-1] if windows else 0,
@@ -131,14 +132,27 @@ def lost(rounds: Sequence[dict[str, Any]], name: str, key: str) -> list[float]:
 
 def best_full(snapshot: float, restart: float, mtbf: float) -> tuple[float, int]:
     """The highest ETTR of `full` and its interval, all in iterations. A fault loses half of the interval, and what was
-    trained until the newest snapshot could be used."""
+    trained until the newest snapshot could be used: at any interval half of an iteration is the one that is cut off."""
     choices = ((ettr(snapshot / n, restart + n / 2 + USABLE_AFTER, mtbf), n) for n in range(1, MOST_INTERVAL + 1))
     return max(choices)
 
 
+def again_on_average(one: Mapping[str, Any]) -> float:
+    """What `sparse` loses in a fault, in iterations of training, over all phases of a window; those of a round's faults
+    are few. It runs again the window, and what came after: 1 to W iterations, as a window can be used an iteration
+    after its end. Half of an iteration is the one that is cut off."""
+    found, base_s = one["sparse"], one["none"]["iteration_s"]
+    again = [fault["again"] for fault in found["faults"]]
+    each = sum(fault["again_s"] for fault in found["faults"]) / base_s / sum(again) if sum(again) else 1.0
+    # At least W - 1 iterations were run again.
+    window = min([found["window"], *(count + 1 for count in again)])
+    return (1.5 * window - 0.5) * each + 0.5
+
+
 def ettr(overhead: float, lost_each: float, mtbf: float) -> float:
-    """Of training's time, where each iteration takes so much more and each fault costs so much."""
-    return max(0.0, 1 - lost_each / mtbf) / (1 + max(0.0, overhead))
+    """Of training's time, where each iteration takes so much more and each fault costs so much. mtbf: from a recovery
+    to the next fault, in iterations, as the simulator has it."""
+    return 1 / (1 + lost_each / mtbf) / (1 + max(0.0, overhead))
 
 
 def gains(rounds: Sequence[dict[str, Any]], interval: int, restart: float, mtbf: float) -> list[float]:
@@ -153,8 +167,8 @@ def gains(rounds: Sequence[dict[str, Any]], interval: int, restart: float, mtbf:
     found = []
     for one in rounds:
         snapshot, overhead = costs([one], "full", interval)[0], costs([one], "sparse")[0]
-        again = statistics.fmean(lost([one], "sparse", "again_s") or [0.0])
-        found.append(ettr(overhead, restart + again, mtbf) - best_full(max(0.0, snapshot), restart, mtbf)[0])
+        sparse = ettr(overhead, restart + again_on_average(one), mtbf)
+        found.append(sparse - best_full(max(0.0, snapshot), restart, mtbf)[0])
     return found
 
 
@@ -185,11 +199,12 @@ def page(result: dict[str, Any]) -> list[str]:
         f" {found_s:.3f} s, so that ratios were {set_s / found_s:.2f} times as large. Replicas"
         " and storage are off, faults are lost processes, and all stages roll back.",
         "",
-        "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what is replayed or trained"
-        " again after a fault, in iterations, and the restart, which both have alike. What `full` trains again is"
-        f" computed: half of its interval, and {USABLE_AFTER} until a snapshot can be used.",
+        "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what a fault costs, in"
+        " iterations, beside the restart, which both have alike. Two phases are measured, all are counted: of `full`"
+        f" half of its interval, and {USABLE_AFTER} until a snapshot can be used; of `sparse` (3 W - 1) / 2 replays at the"
+        " measured time of one, and half of the iteration that is cut off. Windows grow and shrink with the link.",
         "",
-        row("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "again, `sparse`", "restart"),
+        row("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "a fault, `sparse`", "restart"),
         rule(6, 1),
     ]  # fmt: skip
     table = [row("ratio", *(f"MTBF {mtbf:,}: `sparse`" + " / `full` (interval)" for mtbf in MTBFS)), rule(4, 1)]
@@ -197,8 +212,7 @@ def page(result: dict[str, Any]) -> list[str]:
     ahead: dict[int, dict[str, list[str]]] = {mtbf: {"`sparse`": [], "`full`": [], "neither": []} for mtbf in MTBFS}
     for ratio, rounds in result["links"].items():
         snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
-        again = lost(rounds, "sparse", "again_s") or [0.0]
-        restart = restarts(rounds)
+        again, restart = [again_on_average(one) for one in rounds], restarts(rounds)
         windows = sorted({one["sparse"]["window"] for one in rounds})
         window = " to ".join(str(end) for end in dict.fromkeys((windows[0], windows[-1])))
         lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))

@@ -111,7 +111,27 @@ def _state_of(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]
     if chain is None:
         return ("not whole: the manifest of its experts is missing", ()) if says_partial(folder) else (COMPLETE, ())
     needs = tuple(sorted(chain.iterations - {chain.iteration}))
-    gone = [needed for needed in needs if not (folder.parent / f"iter_{needed:07d}").is_dir()]
-    if away := [needed for needed in gone if (folder.parent / f"iter_{needed:07d}").is_symlink()]:
-        return f"{UNREADABLE}: iteration {away[0]} is a link to a folder that is not there", needs
-    return (f"not whole: needs iteration {gone[0]}, which is missing" if gone else COMPLETE), needs
+    for needed in needs:
+        state = _state_of_holder(folder.parent / f"iter_{needed:07d}", needed, chain.marks[needed])
+        if state != COMPLETE:
+            return state, needs
+    return COMPLETE, needs
+
+
+def _state_of_holder(folder: Path, iteration: int, mark: str) -> str:
+    if not folder.is_dir():
+        if folder.is_symlink():
+            return f"{UNREADABLE}: iteration {iteration} is a link to a folder that is not there"
+        return f"not whole: needs iteration {iteration}, which is missing"
+    try:
+        chain = read_chain(folder)
+    except NewerFormat:
+        return f"{UNREADABLE}: a later version of moe-ckpt wrote iteration {iteration}, which it needs"
+    except UnreadableCheckpoint as error:
+        if isinstance(error.__cause__, OSError):
+            return f"{UNREADABLE}: {error}"
+        return f"not whole: needs iteration {iteration}, whose manifest of experts cannot be read"
+    if chain is None or chain.marks.get(iteration) != mark:
+        return f"not whole: needs iteration {iteration}, which was saved again"
+    lacks = [name for name in (INDEX, FORMAT) if not (folder / name).exists()]
+    return f"not whole: needs iteration {iteration}, which has no {' and no '.join(lacks)}" if lacks else COMPLETE

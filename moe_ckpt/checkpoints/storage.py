@@ -196,6 +196,8 @@ def _incomplete(snapshots: Sequence[StoredSnapshot], place: str, is_written: boo
         why = f"the state of {state} is not whole: the snapshot of {state.missing} is missing"
         if is_written and state.span[-1] > last:
             notes.append(f"{why}; it is being written, or was when its job died, and an older one is restored")
+        elif is_written and state.span[-1] < last:
+            notes.append(f"{why}; a job that writes here frees it, or it is lost, and a newer one is restored")
         else:
             findings.append(Finding(place, f"{why}; restore it, or free the rest with moe-ckpt gc"))
     for stored, rank in lone_pieces(current):

@@ -14,8 +14,8 @@ import slow_links
 
 
 def round_of(full_s: float, sparse_s: float) -> dict[str, Any]:
-    """Iterations without checkpoints take 1 s; a fault makes 2 s of them run again with `sparse`."""
-    fault = {"again_s": 2.0, "restart_s": 10.0}
+    """Iterations without checkpoints take 1 s; a fault makes 4 run again with `sparse`, each in half of that."""
+    fault = {"again_s": 2.0, "again": 4, "restart_s": 10.0}
     return {
         "none": {"iteration_s": 1.0, "window": 0, "faults": []},
         "full": {"iteration_s": full_s, "window": 0, "faults": [fault]},
@@ -32,7 +32,31 @@ def page_of(*rounds: dict[str, Any]) -> str:
 def test_a_round_is_judged_by_its_own_costs() -> None:
     (gain,) = slow_links.gains([round_of(1.25, 1.1)], interval=4, restart=10.0, mtbf=1000)
     # A snapshot of `full` costs 1 iteration; its best interval for 1,000 iterations is the square root of 2,000.
-    assert gain == pytest.approx((1 - 12 / 1000) / 1.1 - (1 - (10 + 45 / 2 + 1) / 1000) / (1 + 1 / 45), abs=1e-4)
+    # Over all phases a window of 4 has 5.5 iterations run again, and half of one is cut off.
+    sparse = 1 / (1 + (10 + 5.5 / 2 + 0.5) / 1000) / 1.1
+    assert gain == pytest.approx(sparse - 1 / (1 + (10 + 45 / 2 + 1) / 1000) / (1 + 1 / 45), abs=1e-4)
+
+
+def test_a_window_of_one_loses_what_a_snapshot_in_each_iteration_does() -> None:
+    one = round_of(1.0, 1.0)
+    one["sparse"] = {"iteration_s": 1.0, "window": 1, "faults": [{"again_s": 0.0, "again": 0, "restart_s": 10.0}]}
+    assert slow_links.again_on_average(one) == 1 / 2 + slow_links.USABLE_AFTER
+
+
+def test_no_fault_is_charged_a_window_that_came_behind_it() -> None:
+    one = round_of(1.0, 1.0)
+    one["sparse"]["window"] = 13
+    assert slow_links.again_on_average(one) == (1.5 * 5 - 0.5) / 2 + 0.5
+
+
+def test_the_window_is_the_one_that_the_fault_found() -> None:
+    windows = {at: 3 if at < 22 else 9 for at in range(1, 41)}
+    lines = [
+        {"iteration": at, "iteration_time_s": 1.0, "snapshot_bytes": 1, "checkpoint_memory": {"window": windows[at]}}
+        for at in range(1, 41)
+    ]
+    lines.insert(21, {"recovery": {"scope": "global", "total_s": 1.0, "parts": {}, "replayed": 5}})
+    assert slow_links.summary(lines)["window"] == 3
 
 
 def test_each_interval_that_counts_has_the_cost_of_one_snapshot() -> None:

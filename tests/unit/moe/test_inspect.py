@@ -176,8 +176,9 @@ def test_a_tracker_alone_is_nothing_to_restore_from(output: Call, tmp_path: Path
 
 def test_a_chain_says_which_iteration_has_which_expert(data, saves: Path) -> None:
     marks = {iteration: f"{iteration:016x}" for iteration in (6, 12)}
-    chain = Chain(12, {1: (12, 6, 12)}, marks, 0, None, "")
-    (saves / "iter_0000012" / "moe_ckpt_chain.json").write_bytes(encode(chain))
+    older = Chain(6, {1: (6, 6, 6)}, {6: marks[6]}, 0, None, "")
+    for chain in (older, Chain(12, {1: (12, 6, 12)}, marks, 0, None, "")):
+        (saves / f"iter_{chain.iteration:07d}" / "moe_ckpt_chain.json").write_bytes(encode(chain))
     found = data(saves)
     assert found["iterations"][0]["needs"] == [6]
     assert [(row["operator"], row["iteration"], row["behind"]) for row in found["operators"]] == [

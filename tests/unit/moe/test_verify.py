@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +30,12 @@ from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import Level, OperatorKind, Part, expert
 from moe_ckpt.checkpoints.location import Verified
 from moe_ckpt.checkpoints.places import locate
+from moe_ckpt.checkpoints.saved_iterations import saved_iterations
 from moe_ckpt.checkpoints.storage import StorageLocation
 from moe_ckpt.commands.main import main
-from moe_ckpt.dense import integrity
+from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.dense import DenseCheckpoint
-from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.names import FORMAT, TRACKER
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -170,6 +171,24 @@ def test_a_holder_that_was_saved_again_breaks_the_iterations_that_need_it(tmp_pa
     shutil.copytree(other / "iter_0000024", root / "iter_0000024")
     lines = found(root)
     assert any("saved again" in line and "iter_0000036 needs" in line for line in lines)
+    assert saved_iterations(root)[-1].state == "not whole: needs iteration 24, which was saved again"
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lambda holder: (holder / chain.MANIFEST).write_bytes(b"x"), "whose manifest of experts cannot be read"),
+        (lambda holder: (holder / chain.MANIFEST).unlink(), "which was saved again"),
+        (lambda holder: (holder / FORMAT).unlink(), f"which has no {FORMAT}"),
+        (shutil.rmtree, "which is missing"),
+    ],
+)
+def test_an_iteration_whose_holder_is_not_whole_does_not_count_as_whole(
+    harm: Callable[[Path], None], why: str, tmp_path: Path
+) -> None:
+    root = verify_places.chained(tmp_path, 6)
+    harm(root / "iter_0000024")
+    assert saved_iterations(root)[-1].state == f"not whole: needs iteration 24, {why}"
 
 
 def test_where_no_iteration_is_whole_that_is_said(tmp_path: Path) -> None:
@@ -268,6 +287,20 @@ def test_a_state_that_other_ranks_may_be_about_to_complete_is_no_damage_until_ti
     verify_places.settled(root)
     (line,) = found(root)
     assert f"rank 1 after iteration {newest + 1}" in line
+
+
+def test_a_window_that_a_job_frees_behind_a_newer_one_is_no_damage_until_time_has_passed(tmp_path: Path) -> None:
+    for rank in range(verify_places.WORLD_SIZE):
+        with closing(FilesystemStore(tmp_path, rank)) as store:
+            for iteration in (1, 2):
+                write(store, random.Random(0), SnapshotId(iteration, rank), 1)
+    shutil.rmtree(tmp_path / SnapshotId(1, 1).name)
+    result = looked_at(tmp_path)
+    assert (result.findings, result.restores) == ((), "iteration 2")
+    assert any("frees it, or it is lost" in note for note in result.unchecked)
+    verify_places.settled(tmp_path)
+    (line,) = found(tmp_path)
+    assert "rank 1 after iteration 1" in line
 
 
 def object_places(url: str, iterations: int) -> ObjectStore:

@@ -13,7 +13,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import version
 
 import torch
 
@@ -22,6 +21,7 @@ from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from ..runtime.peer_links import set_for_parking
 from ..standby.verdict import permanent_errors_end_the_job
+from ..versions import found_versions
 from .flags import arguments
 from .hooks import Hooks
 from .iteration import Report, StockIteration
@@ -55,11 +55,13 @@ def protected[Result](
     @functools.wraps(pretrain)
     @permanent_errors_end_the_job()
     def run(*arguments: object, **options: object) -> Result:
+        # A source tree is no distribution that pip knows, or lies before another one.
+        core = str(found_versions()["megatron-core"].version)
         try:
             loop = importlib.import_module(TRAINING)
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"there is no {TRAINING} beside Megatron-Core {version('megatron-core')}: install its wheel, or put a"
+                f"there is no {TRAINING} beside Megatron-Core {core}: install its wheel, or put a"
                 " whole Megatron-LM on PYTHONPATH"
             ) from error
         strategy = ""
@@ -69,7 +71,6 @@ def protected[Result](
         # Without a strategy nothing but torch's watchdog ends a collective that hangs.
         if torch.cuda.is_available() and not torch.distributed.is_initialized() and strategy != "none":
             set_for_parking("nccl")
-        core = version("megatron-core")
         survivors = Survivors(loop, core, connect)
         hooks = Hooks(loop, core, MoECheckpointManager, report, survivors, recover_only=recover_only)
         saving = installed(importlib.import_module(SAVING), hooks.of_saving(), core, SAVING_SEAMS, is_on=hooks.is_on)
