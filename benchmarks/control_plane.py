@@ -474,9 +474,9 @@ def report(result: dict[str, Any]) -> list[str]:
             "CPU of one rank, experts in an order by tokens. The next window is planned on another thread, beside the"
             " last iteration of this one: a fixed size where experts are ordered again; and by the budget, a sixth of"
             " what the largest rank owns here, where that changes by a fifth; the first one beside the iteration after"
-            " three were measured. Training waits for it where it takes longer. It is the one part of the control plane"
-            " that takes a rank seconds, and more with each rank of the job: with thousands of them give"
-            " `--moe-ckpt-window` a number.",
+            " three were measured. Training waits for it where it takes longer. With the sizes where no two ranks have"
+            " the same, which take rank 0 a second, it is the part of the control plane that takes a rank longest, and"
+            " more with each rank of the job: with thousands of them give `--moe-ckpt-window` a number.",
         ]
         lines += ["", row("ranks", "buckets", "2 iterations, s", "by budget, s", "iterations"), rule(5)]
     for ranks, told in planned:

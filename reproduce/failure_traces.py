@@ -12,9 +12,9 @@ from typing import Any
 
 from moe_ckpt.report import Fact
 from moe_ckpt.simulator.events import Estimate, SimulatedRun, estimate, simulate
-from moe_ckpt.simulator.faults import Fault, correlated, poisson
+from moe_ckpt.simulator.faults import FailureMix, Fault, correlated, poisson
 from moe_ckpt.simulator.sensitivity import STOCK
-from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, Gemini, MoEvement
+from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, Gemini, MoEvement, SystemSetting
 
 from .break_even import HOUR_S, job_setting
 from .figure import Figure, bars
@@ -25,8 +25,10 @@ KINDS: dict[str, Callable[[float, float, int, int], tuple[Fault, ...]]] = {
     "by chance": poisson,
     "correlated": correlated,
 }
+BY_UNIT = "full, r = 1, --moe-ckpt-unit of a rack"
 CONTESTANTS: dict[str, tuple[CheckpointSystem, float]] = {
     "full, r = 1": (Gemini(replicas=1, shortest=True), 3 * HOUR_S),
+    BY_UNIT: (Gemini(replicas=1, shortest=True), 3 * HOUR_S),
     "full, r = 2": (Gemini(replicas=2, shortest=True), 3 * HOUR_S),
     "full, r = 1, storage every 30 min": (Gemini(replicas=1, shortest=True), HOUR_S / 2),
     "sparse, r = 1": (MoEvement(replicas=1), 3 * HOUR_S),
@@ -59,12 +61,20 @@ def traced() -> tuple[Traced, ...]:
             faults = [faults_of(mtbf_s, run_s, nodes, seed) for seed in range(SEEDS)]
             runs: dict[str, list[SimulatedRun]] = {}
             for name, (system, stored_s) in CONTESTANTS.items():
-                asked = replace(setting, constants=replace(setting.constants, persist_every_s=stored_s))
+                usual = _by_rack(setting) if name == BY_UNIT else setting
+                asked = replace(usual, constants=replace(setting.constants, persist_every_s=stored_s))
                 behaviour = system.behaviour(asked, mtbf_s)
                 runs[name] = [simulate(behaviour, one, run_s) for one in faults]
             stock = [run.ettr for run in runs["torch_dist, async"]]
             found += [_traced(kind, mtbf_s, name, own, stock) for name, own in runs.items()]
     return tuple(found)
+
+
+def _by_rack(setting: SystemSetting) -> SystemSetting:
+    """With replicas that lie in another rack than their owner, as a job places them that is told its units."""
+    topology = setting.job.topology
+    units = tuple(topology.node(rank) // FailureMix().rack_nodes for rank in range(topology.world_size))
+    return replace(setting, job=replace(setting.job, topology=replace(topology, units=units)))
 
 
 def _traced(kind: str, mtbf_s: float, name: str, runs: list[SimulatedRun], stock: list[float]) -> Traced:
@@ -84,7 +94,10 @@ def figure() -> Figure:
             }
             bars(axis, list(CONTESTANTS), series, title=f"MTBF {mtbf_s / HOUR_S:g} h", ylabel="ETTR", ylim=(0.8, 1))
 
-    worst = max(one.from_storage for one in traced() if one.system == "full, r = 1" and one.kind == "correlated")
+    worst, by_unit = (
+        max(one.from_storage for one in traced() if one.system == system and one.kind == "correlated")
+        for system in ("full, r = 1", BY_UNIT)
+    )
     return Figure(
         "failure_traces",
         {
@@ -98,6 +111,9 @@ def figure() -> Figure:
              for one in traced()),
         ),
         draw,
-        (Fact("Recoveries of full, r = 1, from storage where failures are correlated", worst, "share"),),
+        (
+            Fact("Recoveries of full, r = 1, from storage where failures are correlated", worst, "share"),
+            Fact("With --moe-ckpt-unit, so that no replica lies in the rack of its owner", by_unit, "share"),
+        ),
         {"gpus": GPUS, "seeds": SEEDS, "faults": FAULTS_PER_RUN},
     )  # fmt: skip

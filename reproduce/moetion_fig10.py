@@ -78,6 +78,11 @@ def state_sent() -> float:
     return 1 - followed / found[GRADIENTS].sent_bytes
 
 
+def _sent_mb(step: str) -> float:
+    """What the job of a technique sent."""
+    return fmean(row[JOBS[step]]["sent"] for row in rounds()) / 1e6
+
+
 def in_bubbles() -> float:
     """Bytes per rank and iteration whose copy began while the stage waited for another one."""
     return fmean(row[JOBS[BUBBLES]]["copied_in_waits"] for row in rounds())
@@ -121,6 +126,7 @@ def figure() -> Figure:
         values={
             "command": COMMAND,
             "where": where(measured(FILE, COMMAND, BENCHMARKS)), "given": given,
+            "full_mb": _sent_mb(FULL), "selection_mb": _sent_mb(SELECTION),
             "state": state_sent(), "in_bubbles_mb": in_bubbles() / 1000000.0, "rounds": len(rounds()),
             "shorter": ", ".join(one.name for one in found.values() if one.is_shorter) or "no technique",
         },

@@ -34,11 +34,11 @@ Made by `python tools/features_by_loop.py` from the table that flags are judged 
 """
 
 NOT_RECOMMENDED = {
-    "`--moe-ckpt-strategy selective` where `full` fits": "sends 66.5 % of the bytes of `full`; iterations take 1.036 ±"
+    "`--moe-ckpt-strategy selective` where `full` fits": "sends 62.5 % of the bytes of `full`; iterations take 1.036 ±"
     " 0.040 of those with `full` ([four rounds](results/moetion-fig10.md))",
-    "`--moe-ckpt-replicate gradients` with `selective`": "sends 37.3 % of the bytes; iterations take 1.099 ±"
+    "`--moe-ckpt-replicate gradients` with `selective`": "sends 41.7 % of the bytes; iterations take 1.099 ±"
     " 0.165. With `full`: [what it sends and costs](results/roll-forward.md)",
-    "`--moe-ckpt-copy-placement bubbles`": "37.3 % with both, as without; iterations take 1.044 ± 0.066",
+    "`--moe-ckpt-copy-placement bubbles`": "41.7 % with both, as without; iterations take 1.044 ± 0.066",
     "`--moe-ckpt-capacity-boost`": "nothing: no run with it is kept. 0 switches it off",
 }
 """What works, and is here as papers have it, by what was measured of it."""

@@ -38,7 +38,10 @@ CONSTANTS = {
     "persist_slowdown": ("assumed", "0 in the papers' systems; for this project as its upload_slowdown"),
     "detect_s": ("assumed", "heartbeats of a few seconds"),
     "cold_launch_s": ("fitted", f"{_TABLE3}: ETTR of Gemini, 12 cells; with the node's replacement, on Azure"),
-    "connect_s": ("published", "MegaScale (NSDI 2024) 3.5: under 5 s for 2,048 GPUs, under 30 s for more than 10,000"),
+    "connect_s": (
+        "assumed",
+        "linear, near a bound of MegaScale (NSDI 2024) 3.5: under 30 s for more than 10,000 GPUs, under 5 s for 2,048",
+    ),
     "store_requests_per_s": ("measured", "one TCPStore, decision 083; 4 requests of each node"),
     "meeting_polls_per_s": ("measured", "that ranks make while they meet: a limit of this project, decision 083"),
     "comeback": ("given", "--restart-mode"),
