@@ -119,7 +119,8 @@ ROWS = {
     ),
     f"{ENGINE}.stock": Row(
         "errors device ports megatron_state recovery standby in_place snapshot strategies config contradictions"
-        " features manager runtime dense_saves extensions extensions.partial_saves core_versions resharding storage versions",
+        " features manager runtime dense_saves extensions extensions.partial_saves core_versions resharding storage"
+        " versions",
         "megatron.core psutil torch", "dense",
     ),
     f"{TOOLS}.hugging_face": Row("errors storage", "safetensors torch", "dense"),

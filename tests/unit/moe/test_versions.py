@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megatron.core import package_info
+from megatron.core.dist_checkpointing.moe.stock import protected
 from megatron.core.dist_checkpointing.moe.versions import (
     SUPPORTED,
     FoundVersion,
@@ -97,6 +99,14 @@ def test_versions_that_are_found_are_those_that_python_imports() -> None:
     assert found["megatron-core"] == FoundVersion(
         package_info.__shortversion__, str(Path(package_info.__file__).parent)
     )
+
+
+def test_the_loop_of_a_source_tree_that_pip_does_not_know_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> importlib.metadata.Distribution:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", unknown)
+    assert protected(lambda: "trained")() == "trained"
 
 
 def test_pip_is_told_the_same_ranges() -> None:
