@@ -266,7 +266,7 @@ def _behind_a_slow_link() -> int:
             time.sleep(max(0.0, source.nbytes / rate - (time.perf_counter() - begun_s)))
 
     vars(copy_engines)["np"] = SlowLink()
-    return pretrain_gpt_moe.train(sys.argv[1:])
+    return pretrain_gpt_moe.main(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from moe_ckpt.report import Fact
 from moe_ckpt.simulator.events import Estimate, SimulatedRun, estimate, simulate
 from moe_ckpt.simulator.faults import FailureMix, Fault, correlated, poisson
 from moe_ckpt.simulator.sensitivity import STOCK
-from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, Gemini, MoEvement, SystemSetting
+from moe_ckpt.simulator.systems import SYSTEMS, CheckpointSystem, Gemini, MoEvement
+from moe_ckpt.simulator.systems.links import SystemSetting
 
 from .break_even import HOUR_S, job_setting
 from .figure import Figure, bars

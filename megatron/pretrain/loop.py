@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.moe import wait_for_rank
 from megatron.core.dist_checkpointing.moe.boot_clock import boot_id, since_boot_s
 from megatron.core.dist_checkpointing.moe.replication.interface import FLAG as INTERFACE
 from megatron.core.dist_checkpointing.moe.replication.interface import of_local_rank, use_for_gloo
@@ -78,6 +79,7 @@ def in_worker(argv: Sequence[str], work: Callable[[Launch], None]) -> int:
     """
     try:
         with driver_errors():
+            wait_for_rank()  # in scripts whose `main` does not: a standby has no place before
             launch = Launch.from_environment()
     except InvalidInput as error:  # nothing is logged yet: one line for each node
         if os.environ.get("LOCAL_RANK", "0") == "0":

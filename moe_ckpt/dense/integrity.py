@@ -9,6 +9,7 @@ Megatron-Core does not look at it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -207,6 +208,10 @@ def seal(directory: Path, known: Sums | None = None) -> None:
         if found_bytes != written.nbytes:
             found = "is not there" if found_bytes is None else f"has {found_bytes} bytes"
             raise UnreadableCheckpoint(f"{directory / name} {found}, but {written.nbytes} bytes were written")
+    for name in (name for name in names if name not in known):
+        # Core syncs what it writes with shards, and not its commit marker.
+        with open_regular(directory / name, through_links=True) as file:
+            os.fsync(file.fileno())
     sums = {name: known[name] if name in known else file_sum(directory / name) for name in names}
     write_atomically(directory / NAME, encode(sums))
 

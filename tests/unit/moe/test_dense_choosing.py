@@ -14,7 +14,7 @@ from stock_stand_in import one_rank
 from megatron.core.dist_checkpointing.moe.dense_saves.choosing import intact_checkpoint
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves.loading import with_stale_experts
-from megatron.core.dist_checkpointing.moe.stock.dense import newest_checkpoint
+from megatron.core.dist_checkpointing.moe.stock.dense import LOST, StockSaves, newest_checkpoint
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode
 from moe_ckpt.dense.integrity import seal
 from moe_ckpt.dense.names import TRACKER
@@ -142,3 +142,14 @@ def test_tokens_that_stale_experts_lack_are_lost_with_those_of_faults(tmp_path: 
         chain = Chain(4, {1: (4, 2), 3: (2, 4)}, marks, 0, None, "", unsaved=unsaved, ages=ages if unsaved else {})
         (tmp_path / MANIFEST).write_bytes(encode(chain))
         assert with_stale_experts([10, 20], tmp_path) == lost
+
+
+def test_what_faults_had_cost_stays_known_where_tokens_of_stale_experts_were_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = Chain(4, {1: (4, 2), 3: (2, 4)}, {2: "2" * 16, 4: "4" * 16}, 0, None, "")
+    (tmp_path / MANIFEST).write_bytes(encode(chain))
+    saves = StockSaves(Namespace(rank=0), None, protects=True)
+    saves._loaded, saves.recorded_args = tmp_path, Namespace(**{LOST: [10, 20]})
+    assert saves.lost_tokens == [10, 20]
+    assert "no tokens were counted since: more were lost than is told" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "a").write_bytes(b"some bytes")
     (tmp_path / "b").write_bytes(b"")
     return tmp_path
+
+
+def test_what_core_wrote_and_did_not_sync_is_on_the_disk_before_it_is_sealed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    )
+    seal(folder, {"a": FileSum(10, "0" * 32)})
+    assert synced[0] == "b"
+    assert "a" not in synced
 
 
 def test_the_file_is_one_line_in_the_written_format() -> None:

@@ -29,9 +29,15 @@ from megatron.core.dist_checkpointing.moe.policy.lifecycle import (
     WindowEvent,
     WindowState,
 )
-from megatron.core.dist_checkpointing.moe.policy.tracking import SPARE_SPAN, RestoredState, Status
+from megatron.core.dist_checkpointing.moe.policy.tracking import (
+    SPARE_SPAN,
+    RestoredState,
+    Status,
+    TrackedPiece,
+    TrackedWindow,
+)
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import Level, Window
+from megatron.core.dist_checkpointing.moe.types import Level, Window, expert, full_plan
 
 ROOT = Path(__file__).parents[3]
 AnyTable = TransitionTable[Any, Any]
@@ -129,13 +135,16 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Enum, Enum]]:
     return found
 
 
-def restored(rank: Rank, *, spare: bool = False) -> Rank:
-    """A rank that continues after a recovery to iteration 3: windows in memory and in storage, or spare pieces."""
+def restored(rank: Rank, *, spare: bool = False, lacking: bool = False) -> Rank:
+    """A rank that continues after a recovery to iteration 3: windows in memory and in storage, or spare pieces.
+
+    lacking: beside the window some rank has a piece of it in storage alone.
+    """
     groups = tuple((operator,) for operator in rank.job.operators)
     window = Window(1, (*groups[:2], tuple(operator for group in groups[2:] for operator in group)))
     plans = tuple(window.plan(iteration) for iteration in range(1, 4))
     kept = () if spare else tuple(Piece("snapshot", plan, range(1, 4)) for plan in plans)
-    names = frozenset({(3, "snapshot")}) if spare else frozenset[tuple[int, str]]()
+    names = frozenset({(3, "snapshot")} if spare else {(3, "dense")} if lacking else ())
     rank.tracker.resume(RestoredState(3, kept, (plans,), names))
     rank.tiers.memory, rank.iteration = {1, 2, 3} - ({1, 2} if spare else set()), 3
     return rank
@@ -315,3 +324,25 @@ def test_a_page_that_is_out_of_date_is_told_by_the_exit_code(
     assert "run python tools/lifecycle_diagrams.py" in capsys.readouterr().err
     assert tool.main([]) == 0
     assert tool.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(("lacking", "newest"), [(False, 3), (True, None)])
+def test_a_restored_state_of_which_some_rank_has_a_piece_in_storage_alone_is_not_protected(
+    lacking: bool, newest: int | None
+) -> None:
+    rank = restored(Rank(job_of()), lacking=lacking)
+    rank.step(protected)
+    assert rank.tracker.newest_protected == newest
+    run(rank)
+    assert rank.tracker.protection.state is ProtectionState.PROTECTED
+
+
+def test_while_peers_lack_the_only_copy_of_an_operator_nothing_counts_as_protected() -> None:
+    rank, span = Rank(job_of()), range(1)
+    piece = TrackedPiece(Piece("old", full_plan(0, [expert(9, 0)])), Status.UNDER_REPLICATED)
+    rank.tracker.windows[span] = TrackedWindow(span, WindowState.UNDER_REPLICATED, (piece,))
+    run(rank)
+    assert rank.tracker.newest_protected is None
+    rank.tracker.windows[span] = TrackedWindow(span, WindowState.PROTECTED, (piece,))
+    run(rank)
+    assert rank.tracker.newest_protected is not None

@@ -15,7 +15,9 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.extensions.lossy.ledger import TokenLedger
 from megatron.core.dist_checkpointing.moe.extensions.lossy.pec import Pec
+from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.partial import next_position, sequential_selection
+from megatron.core.dist_checkpointing.moe.policy.tracking import TrackedWindow, all_are_protected
 from megatron.core.dist_checkpointing.moe.strategies import Job, Throughput
 from megatron.core.dist_checkpointing.moe.types import (
     Level,
@@ -73,6 +75,47 @@ def run(job: Job, seed: int, steps: int, *, failing: float = 0.2, partial: bool 
             share = Fraction(sum(world.lost_tokens), TOKENS * job.iterations * job.topk * len(job.moe_layers))
             assert report.plt == share
     return world
+
+
+def test_until_peers_have_had_all_experts_each_snapshot_has_them() -> None:
+    pec = Pec(job_of(PEC, STAGES))
+    for iteration, sent in enumerate((False, False, True), start=1):
+        plan = step(pec, iteration)
+        assert len(experts_of(plan)) == 24
+        pec.on_commit(plan, Level.REPLICAS, sent)
+    for iteration, sent in enumerate((False, True, False), start=4):
+        plan = step(pec, iteration)
+        assert len(experts_of(plan)) == 3  # of the others peers keep older copies
+        pec.on_commit(plan, Level.REPLICAS, sent)
+
+
+@pytest.mark.parametrize(("sent", "taken"), [(True, 3), (False, 24)])
+def test_experts_that_peers_do_not_take_after_a_recovery_are_taken_again(sent: bool, taken: int) -> None:
+    job = job_of(PEC, STAGES)
+    world = World(job, 1, 0.0, sends=True)
+    for _ in range(12):
+        world.step()
+    world.failing = 0.0 if sent else 1.0
+    assert world.fault(lose_node=False) is not None
+    plan = world.strategy.plan(world.iteration + 1)
+    assert len(experts_of(plan)) == taken
+
+
+def is_protected(windows: list[TrackedWindow]) -> bool:
+    return all_are_protected(windows) and any(window.state is WindowState.PROTECTED for window in windows)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_lost_node_takes_no_state_while_all_copies_are_protected(k: int) -> None:
+    survived = 0
+    for seed in range(6):
+        world = World(job_of(replace(PEC, pec_k_snapshot=k), STAGES), seed, 0.3, sends=True, overstates=True)
+        while world.steps < 60:
+            world.step()
+            if world.random.random() < 0.2 and all(map(is_protected, world.memory.values())):
+                assert world.fault(lose_node=True) is not None, f"seed {seed}"
+                survived += 1
+    assert survived > 10
 
 
 def test_snapshots_after_the_full_one_take_experts_as_the_sequential_selection_of_each_stage_does() -> None:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import (
     Status,
     TrackedPiece,
     TrackedWindow,
+    all_are_protected,
     covered_pieces,
     kept_in_storage,
     leaving_room,
@@ -194,6 +195,13 @@ def test_partial_snapshots_are_as_many_as_it_takes_to_cover_all_experts() -> Non
 def test_every_operator_keeps_its_newest_copy_at_every_level_of_replication(windows: list[TrackedWindow]) -> None:
     for fits in (lambda _: True, lambda window: window.state is WindowState.PROTECTED):
         assert copies(kept(windows), fits) == copies(windows, fits)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(tracked_windows())
+def test_all_are_protected_where_nothing_lies_in_windows_alone_that_are_not(windows: list[TrackedWindow]) -> None:
+    safe = copies(windows, lambda window: window.state is WindowState.PROTECTED)
+    assert all_are_protected(windows) == (copies(windows, lambda _: True).keys() == safe.keys())
 
 
 @settings(max_examples=examples(100), deadline=None)

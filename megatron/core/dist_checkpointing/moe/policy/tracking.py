@@ -369,6 +369,26 @@ def covered_pieces(windows: Iterable[TrackedWindow]) -> frozenset[PieceName]:
     return frozenset[PieceName]().union(*(candidate.names for candidate in whole if candidate not in needed))
 
 
+def all_are_protected(windows: Iterable[TrackedWindow]) -> bool:
+    """Whether protected windows have a copy of each component of each operator that whole ones have: under lossy
+    strategies a new snapshot may need an old one that peers lack."""
+    whole = [piece for window in windows if window.state in _WHOLE for piece in _by_kind(window)]
+    for component in _COMPONENTS:
+        safe, other = (
+            # Mostly one object: windows have the same operators.
+            {id(given): given for one in whole if one.protected is is_safe for given in _given(one, component)}
+            for is_safe in (True, False)
+        )
+        rest = [given for key, given in other.items() if key not in safe]
+        if rest and not frozenset[OperatorId]().union(*rest) <= frozenset[OperatorId]().union(*safe.values()):
+            return False
+    return True
+
+
+def _given(candidate: _Candidate, component: Part) -> Iterator[frozenset[OperatorId]]:
+    return (plan.giving(component) for plan in candidate.plans)
+
+
 def kept_in_storage(pieces: Sequence[Piece], keep_last: int) -> tuple[Piece, ...]:
     """The pieces in storage that stay: the newest snapshots or windows, and what these need.
 

@@ -286,8 +286,11 @@ class Recovery:
         persisted = by_window(common[Tier.PERSISTENT])
         self._strategy.on_stored([stored for plans in persisted for stored in plans])
         names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
-        if not rebuilt <= {iteration for iteration, _ in names}:
-            # Some rank has it in storage only: then no rank gives up its own copy yet.
+        if (
+            not rebuilt <= {iteration for iteration, _ in names}
+            or not {one for one in ended.memory if one[0] in rebuilt} <= names
+        ):
+            # Some rank has it, or a piece of it, in storage only: then no rank gives up its own copy yet.
             spare = frozenset(one for one in ended.memory if one[0] in used)
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, _oldest(names | spare, plan.target), parked)

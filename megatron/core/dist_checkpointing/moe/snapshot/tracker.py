@@ -38,6 +38,7 @@ from ..policy.tracking import (
     RestoredState,
     Status,
     TrackedWindow,
+    all_are_protected,
     covered_pieces,
     kept_in_storage,
     may_begin,
@@ -232,7 +233,9 @@ class SnapshotTracker:
             self._put(self.windows[span].ended(round_.plan.iteration, round_.agreed))
         window = self.windows[round_.span]
         is_protected = window.state is WindowState.PROTECTED
-        if is_protected:
+        # What some rank has in storage alone no memory restores, nor what no peer has of an older snapshot.
+        is_complete = all_are_protected(self.windows.values()) and not (is_restored and SPARE_SPAN in self.windows)
+        if is_protected and is_complete:
             self.newest_protected = round_.plan.iteration
             self.reasons.pop(Level.SNAPSHOT, None)
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
@@ -241,7 +244,8 @@ class SnapshotTracker:
         if is_restored:
             return
         if is_protected:
-            self._free_spare()
+            if is_complete:
+                self._free_spare()
         elif yields_replicas(window, self.windows.values()):
             names = [piece.name for piece in window.pieces]
             self._background.replicate(lambda: self._worker.free(names, own=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
 from ..runtime.watcher import waiting_for_no_rank
 from .seams import Call
+
+log = logging.getLogger(__name__)
 
 LOST = "tokens_lost_in_faults"
 """In the `args` of a checkpoint, by MoE layer."""
@@ -85,8 +88,16 @@ class StockSaves:
         """What faults have cost the checkpoint that was loaded, with what its older experts lack; None: not known."""
         known: Sequence[int] | None = getattr(self.recorded_args, LOST, None)
         if known is not None and self._loaded is not None and has_stale_experts(self._loaded):
-            known = load("partial_saves.loading").with_stale_experts(known, self._loaded)
+            known = load("partial_saves.loading").with_stale_experts(known, self._loaded) or self._at_least(known)
         return known
+
+    def _at_least(self, lost_tokens: Sequence[int]) -> Sequence[int]:
+        if self._args.rank == 0:
+            log.warning(
+                "%s holds older copies of some experts, and no tokens were counted since: more were lost than is told",
+                self._loaded,
+            )
+        return lost_tokens
 
     def load_shards(self, call: Call) -> Any:
         """Core's `load` inside of it."""

@@ -39,7 +39,8 @@ class LossyState:
     """A value; each method returns the next one.
 
     levels: at which copies are told apart. flights: planned, not settled. sending: sealed, on their way to peers.
-    ready: sealed, to be persisted. writes: being persisted. complete: levels at which all experts have a copy.
+    ready: sealed, to be persisted. writes: being persisted. complete: levels at which all experts have a copy, and
+    REPLICAS once peers have had one of each, whether or not their copies are told apart.
     captured: newest captures of each expert that were meant for a level. taken, written: iterations of snapshots and
     of writes.
     """
@@ -121,10 +122,10 @@ class LossyState:
             return self
         state = replace(self, flights=tuple(one for one in self.flights if one is not flight))
         state = state._saved(flight.experts, iteration, level) if ok else state._abandoned(iteration, level)
-        if flight.sent is not None:
-            state = (
-                replace(state, sending=(*self.sending, flight)) if ok else state._abandoned(iteration, Level.REPLICAS)
-            )
+        if ok:
+            state = replace(state, sending=(*self.sending, flight))
+        elif flight.sent is not None:
+            state = state._abandoned(iteration, Level.REPLICAS)
         if flight.persist is None:
             return state
         return state._dropping_ready(flight) if ok else state._abandoned(iteration, Level.PERSIST)
@@ -215,7 +216,7 @@ class LossyState:
             for operator, iteration in sorted(used.items())
             if iteration < plan.target
         }
-        in_memory = self.levels - {Level.PERSIST}
+        in_memory = {Level.SNAPSHOT, Level.REPLICAS}
         complete = {Level(name) for name in data["complete"]} - in_memory
         if Level.PERSIST not in stored.values():
             complete |= in_memory
@@ -265,10 +266,19 @@ class LossyState:
 
     def _sent(self, iteration: int, ok: bool) -> LossyState:
         flight = next((one for one in self.sending if one.iteration == iteration), None)
-        if flight is None or flight.sent is None:
-            # What a recovery found was sent again: without that, peers may lack any expert.
-            return self if ok else replace(self, complete=self.complete - {Level.REPLICAS})
-        state = replace(self, sending=tuple(one for one in self.sending if one is not flight))
+        told_apart = Level.REPLICAS in self.levels
+        if flight is None:
+            # What a recovery found was sent again: without that, peers may lack any expert. Where copies of peers are
+            # not told apart, those of this node have to be taken again to be sent.
+            lacking = {Level.REPLICAS} if told_apart else {Level.REPLICAS, Level.SNAPSHOT}
+            return self if ok else replace(self, complete=self.complete - lacking)
+        state = replace(self, sending=tuple(one for one in self.sending if one.iteration > iteration))
+        if flight.sent is None:
+            if ok and flight.experts == self.experts:
+                return replace(state, complete=state.complete | {Level.REPLICAS})
+            # Later snapshots build on one that peers have. Until there is one, each has all experts.
+            has_none = not ok and Level.REPLICAS not in state.complete
+            return replace(state, complete=state.complete - {Level.SNAPSHOT}) if has_none else state
         if not ok:
             return state._abandoned(iteration, Level.REPLICAS)
         return state._saved(flight.sent, iteration, Level.REPLICAS)
