@@ -61,6 +61,7 @@ def put(
     topology: Topology | Mapping[str, Any] = OLD,
     iteration: int = 4,
     scales: bool = False,
+    digest: str = "digest",
     **scalars: Any,
 ) -> None:
     fields = [Field(key, str(value.dtype), value.shape, part, OPERATOR) for key, (part, value) in records.items()]
@@ -75,7 +76,7 @@ def put(
         held = [[OPERATOR.layer, OPERATOR.kind.value, OPERATOR.expert, Part.EVERYTHING.value]]
         own = {"operators": held, "timeline": [["1-a", 0]], "window": [iteration, iteration], "trainer": TRAINER}
         made_in = facts_of(topology) if isinstance(topology, Topology) else topology
-        writer.seal(Facts("job", "digest", made_in, own | scalars))
+        writer.seal(Facts("job", digest, made_in, own | scalars))
 
 
 def live_of(rank: int, grid: Grid = SMALL, **changes: Any) -> LiveLayout:
@@ -273,6 +274,17 @@ def test_what_each_rank_counted_for_itself_must_be_the_same_everywhere(tmp_path:
         counted = {f"c/rank{rank}[0:2]/buffer": (Part.MASTER, np.full(2, rank, np.float32))}
         put(FilesystemStore(tmp_path, rank), rank, share(rank) | counted)
     assert "c/buffer has one value on rank 0 and another on rank 1" in refusal(view(tmp_path))
+
+
+def test_what_all_ranks_have_in_memory_is_read_where_storage_got_a_part_by_another_plan(tmp_path: Path) -> None:
+    for rank in range(OLD.world_size):
+        put(FilesystemStore(tmp_path / "memory", rank), rank, share(rank))
+    put(FilesystemStore(tmp_path / "storage", 0), 0, share(0), digest="experts that are persisted")
+    storage, memory = (FilesystemStore(tmp_path / name, 0) for name in ("storage", "memory"))
+    store = ReshardingStore(storage, lambda: live_of(0), facts_of(NEW), 0, inexact=False)
+    store.use_memory(memory)  # type: ignore[arg-type]
+    with store.open(SnapshotId(4, 0)) as reader:
+        assert not reader.verify()
 
 
 def test_a_window_of_iterations_is_refused_with_what_converts_it(tmp_path: Path) -> None:

@@ -327,8 +327,10 @@ class ReshardingStore:
 
 
 def _newest(found: list[Generation]) -> Generation:
+    """Of the newest past, and of its plans one that all ranks stored: what was being persisted is in parts."""
     timelines = newest_first((one.timeline, one.any.snapshot.iteration) for one in found)
-    return next((one for timeline in timelines for one in found if one.timeline == timeline), found[0])
+    whole_first = sorted(found, key=lambda one: not one.is_whole)
+    return next((one for timeline in timelines for one in whole_first if one.timeline == timeline), found[0])
 
 
 class NoStorage:
