@@ -57,7 +57,17 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     SELECTIVE: ("--moe-ckpt-strategy", "selective"),
 }
 EXACT = (FULL, "sparse")
-RELEASE = f"torch {version('torch')} and Megatron-Core {version('megatron-core')}"
+
+
+def _processor() -> str:
+    """By which libraries choose kernels, and with them the order of sums: name, family and model."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    family, model = (known.get(name, "?") for name in ("cpu family", "model"))
+    return f"{known.get('model name', 'an unnamed CPU')} {family}.{model}"
+
+
+RELEASE = f"torch {version('torch')} and Megatron-Core {version('megatron-core')} on {_processor()}"
 UNKNOWN = "a release that was not recorded"
 RESOLUTION = 0.003
 """Half of the interval of a loss that the campaign is after."""
