@@ -200,7 +200,7 @@ def page(result: dict[str, Any]) -> list[str]:
         " and storage are off, faults are lost processes, and all stages roll back.",
         "",
         "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what a fault costs, in"
-        " iterations, beside the restart, which both have alike. Two phases are measured, all are counted: of `full`"
+        " iterations, without the restart, which both have alike. Two phases are measured, all are counted: of `full`"
         f" half of its interval, and {USABLE_AFTER} until a snapshot can be used; of `sparse` (3 W - 1) / 2 replays at"
         " the measured time of one, and half of the iteration that is cut off. A window that has grown behind a fault"
         " counts as no longer than what was run again allows.",

@@ -152,4 +152,4 @@ def test_what_faults_had_cost_stays_known_where_tokens_of_stale_experts_were_not
     saves = StockSaves(Namespace(rank=0), None, protects=True)
     saves._loaded, saves.recorded_args = tmp_path, Namespace(**{LOST: [10, 20]})
     assert saves.lost_tokens == [10, 20]
-    assert "no tokens were counted since: more were lost than is told" in caplog.text
+    assert "no tokens were counted since: more were lost than are counted" in caplog.text

@@ -40,7 +40,7 @@ class LossyState:
 
     levels: at which copies are told apart. flights: planned, not settled. sending: sealed, on their way to peers.
     ready: sealed, to be persisted. writes: being persisted. complete: levels at which all experts have a copy, and
-    REPLICAS once peers have had one of each, whether or not their copies are told apart.
+    REPLICAS once peers have had one of each, whether or not their copies are counted apart.
     captured: newest captures of each expert that were meant for a level. taken, written: iterations of snapshots and
     of writes.
     """
@@ -266,11 +266,11 @@ class LossyState:
 
     def _sent(self, iteration: int, ok: bool) -> LossyState:
         flight = next((one for one in self.sending if one.iteration == iteration), None)
-        told_apart = Level.REPLICAS in self.levels
+        counted_apart = Level.REPLICAS in self.levels
         if flight is None:
             # What a recovery found was sent again: without that, peers may lack any expert. Where copies of peers are
-            # not told apart, those of this node have to be taken again to be sent.
-            lacking = {Level.REPLICAS} if told_apart else {Level.REPLICAS, Level.SNAPSHOT}
+            # not counted apart, those of this node have to be taken again to be sent.
+            lacking = {Level.REPLICAS} if counted_apart else {Level.REPLICAS, Level.SNAPSHOT}
             return self if ok else replace(self, complete=self.complete - lacking)
         state = replace(self, sending=tuple(one for one in self.sending if one.iteration > iteration))
         if flight.sent is None:
