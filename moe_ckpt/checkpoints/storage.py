@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST
 from moe_ckpt.checkpoints.windows import (
     StoredSnapshot,
+    by_operator,
     held_parts,
     lone_pieces,
     on_timeline,
@@ -95,8 +96,8 @@ class StorageLocation(CheckpointLocation):
         findings += [*_misnamed(self.persist_dir), *(finding for _, _, found in checked.values() for finding in found)]
         snapshots = [stored for stored, _, _ in checked.values() if stored is not None]
         intact = [stored for stored, _, found in checked.values() if stored is not None and not found]
-        is_written = bool(unsealed) or now != listed or _sealed_lately(self.persist_dir, snapshots)
-        incomplete, notes = _incomplete(snapshots, self.place, is_written)
+        is_in_use = now != listed or _sealed_lately(self.persist_dir, snapshots)
+        incomplete, notes = _incomplete(snapshots, self.place, bool(unsealed) or is_in_use, is_in_use)
         newest, lost = next(restorable(intact, snapshots), None), _lost(snapshots, intact)
         if newest is None:
             why = f"no intact copy of {lost[0]} is left" if lost else "no state is whole and intact"
@@ -182,8 +183,11 @@ def _verified(persist_dir: PersistDir, snapshot: SnapshotId, place: str, advance
     return stored, Checked(snapshot.name, how, len(layout.fields), layout.nbytes), findings
 
 
-def _incomplete(snapshots: Sequence[StoredSnapshot], place: str, is_written: bool) -> tuple[list[Finding], list[str]]:
-    """States that lack snapshots: findings, or notes where a job may be about to write or free what is missing."""
+def _incomplete(
+    snapshots: Sequence[StoredSnapshot], place: str, is_written: bool, is_in_use: bool
+) -> tuple[list[Finding], list[str]]:
+    """States that lack snapshots: findings, or notes where a job may be about to write what is missing (is_written), or
+    has freed it (is_in_use, which what a killed job left does not show)."""
     findings: list[Finding] = []
     notes: list[str] = []
     reached = next(iter(timelines(snapshots)), ())
@@ -196,7 +200,7 @@ def _incomplete(snapshots: Sequence[StoredSnapshot], place: str, is_written: boo
         why = f"the state of {state} is not whole: the snapshot of {state.missing} is missing"
         if is_written and state.span[-1] > last:
             notes.append(f"{why}; it is being written, or was when its job died, and an older one is restored")
-        elif is_written and state.span[-1] < last:
+        elif is_in_use and state.span[-1] < last:
             notes.append(f"{why}; a job that writes here frees it, or it is lost, and a newer one is restored")
         else:
             findings.append(Finding(place, f"{why}; restore it, or free the rest with moe-ckpt gc"))
@@ -219,7 +223,12 @@ def _lost(snapshots: Sequence[StoredSnapshot], intact: Sequence[StoredSnapshot])
         whole = next((state for state in states(on_timeline(timeline, intact)) if not state.lacking), None)
         if whole:
             stored, left = (held_parts(on_timeline(timeline, some)) for some in (snapshots, intact))
-            gone = whole.leading.saved_experts - {operator for _, operator in left}
+            somewhere = by_operator(left)
+            gone = {
+                one
+                for one in whole.leading.saved_experts
+                if Part.MASTER_AND_MOMENTS not in somewhere.get(one, Part.NOTHING)
+            }
             return sorted(gone | {key[1] for key, part in stored.items() if part & ~left.get(key, Part.NOTHING)})
     return []
 

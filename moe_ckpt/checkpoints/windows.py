@@ -285,16 +285,17 @@ def _holds(members: Sequence[StoredSnapshot], wanted: Sequence[StoredSnapshot], 
     layout = leading.layout
     there, own = (held_parts(seen for seen in some if seen.layout == layout) for some in (members, wanted))
     anywhere, others = (
-        _by_operator(held_parts(some)) for some in (members, [seen for seen in wanted if seen.layout != layout])
+        by_operator(held_parts(some)) for some in (members, [seen for seen in wanted if seen.layout != layout])
     )
     return (
         all(part in there.get(key, Part.NOTHING) for key, part in own.items())
         and all(part in anywhere.get(operator, Part.NOTHING) for operator, part in others.items())
-        and leading.saved_experts <= anywhere.keys()
+        and all(Part.MASTER_AND_MOMENTS in anywhere.get(one, Part.NOTHING) for one in leading.saved_experts)
     )
 
 
-def _by_operator(held: Mapping[tuple[int, OperatorId], Part]) -> dict[OperatorId, Part]:
+def by_operator(held: Mapping[tuple[int, OperatorId], Part]) -> dict[OperatorId, Part]:
+    """What there are copies of, on any rank."""
     found: dict[OperatorId, Part] = {}
     for (_, operator), part in held.items():
         found[operator] = found.get(operator, Part.NOTHING) | part

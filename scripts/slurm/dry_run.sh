@@ -37,7 +37,7 @@ fi
 MOE_CKPT_PYTHON=${MOE_CKPT_PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 MOE_CKPT_TMPFS=$(mktemp -d /dev/shm/moe-ckpt-dry-run-XXXXXX)
 trap 'rm -rf "$MOE_CKPT_TMPFS"' EXIT
-# Below the ports that the kernel gives to connections, one of which would hold it by the time a job starts.
+# Below the ports that kernels mostly give to connections, one of which would hold it by the time a job starts.
 until port=$((20000 + RANDOM % 10000)) && ! (: <>"/dev/tcp/localhost/$port") 2>/dev/null; do :; done
 MOE_CKPT_RDZV_PORT=${MOE_CKPT_RDZV_PORT:-$port}
 export MOE_CKPT_NPROC=${MOE_CKPT_NPROC:-1} MOE_CKPT_PYTHON MOE_CKPT_TMPFS MOE_CKPT_RDZV_PORT

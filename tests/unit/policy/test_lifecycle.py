@@ -135,17 +135,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Enum, Enum]]:
     return found
 
 
-def restored(rank: Rank, *, spare: bool = False, lacking: bool = False) -> Rank:
-    """A rank that continues after a recovery to iteration 3: windows in memory and in storage, or spare pieces.
-
-    lacking: beside the window some rank has a piece of it in storage alone.
-    """
+def restored(rank: Rank, *, spare: bool = False, from_storage: bool = False) -> Rank:
+    """A rank that continues after a recovery to iteration 3: windows in memory and in storage, or spare pieces."""
     groups = tuple((operator,) for operator in rank.job.operators)
     window = Window(1, (*groups[:2], tuple(operator for group in groups[2:] for operator in group)))
     plans = tuple(window.plan(iteration) for iteration in range(1, 4))
     kept = () if spare else tuple(Piece("snapshot", plan, range(1, 4)) for plan in plans)
-    names = frozenset({(3, "snapshot")} if spare else {(3, "dense")} if lacking else ())
-    rank.tracker.resume(RestoredState(3, kept, (plans,), names))
+    names = frozenset({(3, "snapshot")}) if spare else frozenset[tuple[int, str]]()
+    rank.tracker.resume(RestoredState(3, kept, (plans,), names, from_storage))
     rank.tiers.memory, rank.iteration = {1, 2, 3} - ({1, 2} if spare else set()), 3
     return rank
 
@@ -326,11 +323,11 @@ def test_a_page_that_is_out_of_date_is_told_by_the_exit_code(
     assert tool.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize(("lacking", "newest"), [(False, 3), (True, None)])
+@pytest.mark.parametrize(("from_storage", "newest"), [(False, 3), (True, None)])
 def test_a_restored_state_of_which_some_rank_has_a_piece_in_storage_alone_is_not_protected(
-    lacking: bool, newest: int | None
+    from_storage: bool, newest: int | None
 ) -> None:
-    rank = restored(Rank(job_of()), lacking=lacking)
+    rank = restored(Rank(job_of()), from_storage=from_storage)
     rank.step(protected)
     assert rank.tracker.newest_protected == newest
     run(rank)

@@ -23,9 +23,11 @@ from megatron.core.dist_checkpointing.moe.policy.tracking import (
     kept_in_storage,
     leaving_room,
     oldest_base,
+    yielded_replicas,
 )
 from megatron.core.dist_checkpointing.moe.strategies import Piece
 from megatron.core.dist_checkpointing.moe.types import (
+    CONSTANT,
     OperatorId,
     Part,
     SnapshotPlan,
@@ -138,6 +140,15 @@ def test_the_newest_whole_window_stays_where_none_is_protected() -> None:
 def test_windows_that_restore_nothing_yet_or_any_more_are_not_judged() -> None:
     windows = [sparse(0, state) for state in (WindowState.COPYING, WindowState.GIVEN_UP, WindowState.SPARE)]
     assert freed([*windows, sparse(2, WindowState.PROTECTED)]) == []
+
+
+@pytest.mark.parametrize("agreed", [Status.PROTECTED, Status.UNDER_REPLICATED])
+def test_what_training_does_not_change_is_as_safe_as_the_snapshot_that_it_was_sent_with(agreed: Status) -> None:
+    frozen = Piece(CONSTANT, SnapshotPlan(0, {expert(9, 0): Part.COMPUTE | Part.CONSTANT}), range(2))
+    moving, new = sparse(0, WindowState.UNDER_REPLICATED), sparse(2, WindowState.PROTECTED)
+    old = replace(moving, pieces=(TrackedPiece(frozen, agreed), *moving.pieces))
+    assert all_are_protected([old, new]) == (agreed is Status.PROTECTED)
+    assert yielded_replicas(old, [old, new]) == [(0, "snapshot"), (1, "snapshot")]
 
 
 def test_an_old_snapshot_with_the_newest_copy_of_one_expert_stays() -> None:

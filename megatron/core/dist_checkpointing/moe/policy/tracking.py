@@ -220,12 +220,14 @@ class RestoredState:
         kept: pieces of snapshots in the memory of all ranks, of windows only whole ones.
         persisted: snapshots in storage, of all ranks, those of one window together, oldest first.
         spare: pieces in the memory of some ranks, by iteration and kind, to be kept until a newer window is protected.
+        from_storage: whether any rank took any of the state from storage, so that no memory may have it.
     """
 
     target: int
     kept: tuple[Piece, ...]
     persisted: tuple[tuple[SnapshotPlan, ...], ...]
     spare: frozenset[PieceName]
+    from_storage: bool = False
 
     def windows(self) -> dict[range, TrackedWindow]:
         """The windows in memory."""
@@ -304,17 +306,20 @@ def oldest_base(windows: Iterable[TrackedWindow]) -> int | None:
     return min((window.span[0] for window in states), default=None)
 
 
-def yields_replicas(window: TrackedWindow, windows: Iterable[TrackedWindow]) -> bool:
-    """Whether a whole window that lacks replicas gives up those it has: the next one brings its own as it goes.
+def yielded_replicas(window: TrackedWindow, windows: Iterable[TrackedWindow]) -> list[PieceName]:
+    """The replicas that a whole window gives up where it lacks others: the next one brings its own as it goes.
 
-    Not where it is all there is: some ranks may have all of their replicas. A single snapshot leaves no room to gain.
+    None where it is all there is: some ranks may have all of their replicas. A single snapshot leaves no room to gain.
+    What training does not change stays, as it is sent once.
 
     Args:
         window: The window that lacks replicas.
         windows: All windows that memory holds.
     """
     lacks_some = window.state is WindowState.UNDER_REPLICATED and len(window.span) > 1
-    return lacks_some and any(other.state is WindowState.PROTECTED for other in windows)
+    if not lacks_some or not any(other.state is WindowState.PROTECTED for other in windows):
+        return []
+    return [held.name for held in window.pieces if held.piece.kind != CONSTANT]
 
 
 # What may be freed: windows in memory, and windows in storage; the same answer on all ranks.
@@ -415,7 +420,8 @@ def kept_in_storage(pieces: Sequence[Piece], keep_last: int) -> tuple[Piece, ...
 def _by_kind(window: TrackedWindow) -> Iterator[_Candidate]:
     """The pieces of a whole window, those of one kind together.
 
-    A whole window is worth all that its first snapshot names, as it is after its last iteration.
+    A whole window is worth all that its first snapshot names, as it is after its last iteration. What training does
+    not change is sent with one snapshot of it, whatever becomes of the others.
     """
     safe = window.state is WindowState.PROTECTED
     for kind in dict.fromkeys(held.piece.kind for held in window.pieces):
@@ -426,7 +432,10 @@ def _by_kind(window: TrackedWindow) -> Iterator[_Candidate]:
             window.span,
             (plan,),
             frozenset(held.name for held in pieces),
-            protected=safe and all(held.piece.replicated for held in pieces),
+            protected=all(
+                held.piece.replicated and (safe or (kind == CONSTANT and held.agreed is Status.PROTECTED))
+                for held in pieces
+            ),
         )
 
 

@@ -286,15 +286,13 @@ class Recovery:
         persisted = by_window(common[Tier.PERSISTENT])
         self._strategy.on_stored([stored for plans in persisted for stored in plans])
         names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
-        if (
-            not rebuilt <= {iteration for iteration, _ in names}
-            or not {one for one in ended.memory if one[0] in rebuilt} <= names
-        ):
+        from_storage = any(source.tier is Tier.PERSISTENT for source in plan.taken)
+        if from_storage or not rebuilt <= {iteration for iteration, _ in names}:
             # Some rank has it, or a piece of it, in storage only: then no rank gives up its own copy yet.
             spare = frozenset(one for one in ended.memory if one[0] in used)
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, _oldest(names | spare, plan.target), parked)
-        state = RestoredState(plan.target, kept, persisted, spare - names)
+        state = RestoredState(plan.target, kept, persisted, spare - names, from_storage)
         timeline = shortened(self.timeline, self._found.judge.left_of(self._timeline))
         return RecoveryOutcome(plan, timeline, state, self._table(plan, ended))
 

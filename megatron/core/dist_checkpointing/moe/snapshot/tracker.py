@@ -43,7 +43,7 @@ from ..policy.tracking import (
     kept_in_storage,
     may_begin,
     oldest_base,
-    yields_replicas,
+    yielded_replicas,
 )
 from ..ports import StoreFailure, Task
 from ..strategies import Job, Piece, Strategy
@@ -80,10 +80,12 @@ class SnapshotTracker:
         self._replicated_bytes = self._spared_bytes = self._persisted_bytes = 0
         self._reconnect = False
         self._said_behind = False
+        self._from_storage = False
 
     def resume(self, state: RestoredState) -> None:
         """Continue after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self.windows, self.persisted = state.windows(), state.persisted_windows()
+        self._from_storage = state.from_storage
         if state.persisted and self.durable:
             self.newest_persisted = state.persisted[-1][-1].iteration
             self.durable = Protection(ProtectionState.DEGRADED, self.newest_persisted)
@@ -234,7 +236,7 @@ class SnapshotTracker:
         window = self.windows[round_.span]
         is_protected = window.state is WindowState.PROTECTED
         # What some rank has in storage alone no memory restores, nor what no peer has of an older snapshot.
-        is_complete = all_are_protected(self.windows.values()) and not (is_restored and SPARE_SPAN in self.windows)
+        is_complete = all_are_protected(self.windows.values()) and not (is_restored and self._from_storage)
         if is_protected and is_complete:
             self.newest_protected = round_.plan.iteration
             self.reasons.pop(Level.SNAPSHOT, None)
@@ -246,8 +248,7 @@ class SnapshotTracker:
         if is_protected:
             if is_complete:
                 self._free_spare()
-        elif yields_replicas(window, self.windows.values()):
-            names = [piece.name for piece in window.pieces]
+        elif names := yielded_replicas(window, self.windows.values()):
             self._background.replicate(lambda: self._worker.free(names, own=False))
         self._persist(window, round_.plan, iteration)
 

@@ -94,7 +94,8 @@ class StockSaves:
     def _at_least(self, lost_tokens: Sequence[int]) -> Sequence[int]:
         if self._args.rank == 0:
             log.warning(
-                "%s holds older copies of some experts, and no tokens were counted since: more were lost than are counted",
+                "%s holds older copies of some experts, and no tokens were counted since: more were lost than are"
+                " counted",
                 self._loaded,
             )
         return lost_tokens

@@ -31,8 +31,9 @@ class Pec(Lossy):
     selected, fails, or K grows to, while at most two snapshots at a time are copied, replicated, persisted or not
     agreed on: one settled piece of each kind stays.
 
-    Everything. Until a snapshot of all experts has settled, and after a recovery that needed storage, the next snapshot
-    takes all of them; likewise until storage has all experts the next one that is to be persisted does.
+    Everything. Until peers have taken a snapshot of all experts, and after a recovery that needed storage, the next one
+    takes all of them, each where peers never do; likewise until storage has all experts the next one that is to be
+    persisted does.
 
     Storage. A snapshot that will be persisted also takes up to K experts per layer that are overdue in storage: not
     persisted in A = ceil(N / K) x ceil(K / K_persist) writes. That is only needed where the writes keep meeting the
