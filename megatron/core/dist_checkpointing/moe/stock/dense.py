@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 LOST = "tokens_lost_in_faults"
 """In the `args` of a checkpoint, by MoE layer."""
+AT_LEAST = "tokens_lost_at_least"
+"""Likewise: set where updates of other tokens are lost, which were not counted."""
 
 
 class StockSaves:
@@ -87,18 +89,17 @@ class StockSaves:
     def lost_tokens(self) -> Sequence[int] | None:
         """What faults have cost the checkpoint that was loaded, with what its older experts lack; None: not known."""
         known: Sequence[int] | None = getattr(self.recorded_args, LOST, None)
+        at_least = getattr(self.recorded_args, AT_LEAST, False)
         if known is not None and self._loaded is not None and has_stale_experts(self._loaded):
-            known = load("partial_saves.loading").with_stale_experts(known, self._loaded) or self._at_least(known)
+            counted = load("partial_saves.loading").with_stale_experts(known, self._loaded)
+            known, at_least = counted or known, at_least or counted is None
+        if known is not None and at_least:
+            setattr(self._args, AT_LEAST, True)  # later checkpoints say so too
+            if self._args.rank == 0:
+                log.warning(
+                    "more tokens are lost than are counted: %s is of older copies of some experts", self._loaded
+                )
         return known
-
-    def _at_least(self, lost_tokens: Sequence[int]) -> Sequence[int]:
-        if self._args.rank == 0:
-            log.warning(
-                "%s holds older copies of some experts, and no tokens were counted since: more were lost than are"
-                " counted",
-                self._loaded,
-            )
-        return lost_tokens
 
     def load_shards(self, call: Call) -> Any:
         """Core's `load` inside of it."""
