@@ -40,8 +40,8 @@ OURS, SLOW = ("full", "stock"), ("sparse", "full")
 
 
 def main() -> int:
-    """Exit code 1 unless `full` was ahead of stock checkpoints."""
-    return BENCHMARK.run(__doc__, measured, page, lambda result: _ahead(_gains(result["stock"], *OURS)) == OURS[0])
+    """Exit code 0: it asks for nothing, it says which is ahead."""
+    return BENCHMARK.run(__doc__, measured, page)
 
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
@@ -160,8 +160,10 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         *_table(result["stock"], OURS),
         "",
-        "Stock is `torch_dist`, asynchronous, at the best interval for these kills, with a standby for each rank."
-        f" By ETTR ahead: {_ahead(_gains(result['stock'], *OURS))}.",
+        f"Stock is `torch_dist`, asynchronous, every {_intervals(result['stock'])} iterations, the best for these"
+        f" kills, with as many standbys. By ETTR ahead: {_ahead(_gains(result['stock'], *OURS))}. A rank's state has"
+        " 1 MB, which storage takes in no time and keeps through lost nodes: what `full` saves with larger ones is not"
+        " in this.",
     ]
     if not result["slow_link"]:
         return lines
@@ -179,6 +181,12 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         f"By ETTR ahead: {_ahead(_gains(result['slow_link'], *SLOW), SLOW)}.",
     ]
+
+
+def _intervals(drills: Sequence[Mapping[str, Any]]) -> str:
+    """Of stock checkpoints, the least and the most."""
+    found = sorted({one["stock"].get("interval", 0) for one in drills})
+    return " to ".join(str(end) for end in dict.fromkeys((found[0], found[-1])))
 
 
 def _table(drills: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> list[str]:

@@ -122,4 +122,5 @@ PAGES = {
     "planned_kills": "planned-kills.md",
     "memory_peaks": "memory-peaks.md",
     "pec_accuracy": "pec-accuracy.md",
+    "drill": "chaos.md",
 }
