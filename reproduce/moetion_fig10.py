@@ -78,9 +78,10 @@ def state_sent() -> float:
     return 1 - followed / found[GRADIENTS].sent_bytes
 
 
-def _sent_mb(step: str) -> float:
-    """What the job of a technique sent."""
-    return fmean(row[JOBS[step]]["sent"] for row in rounds()) / 1e6
+def _by_its_job(step: str) -> str:
+    """What the job of a technique sent, of that with `full`."""
+    sent, full = (fmean(row[JOBS[one]]["sent"] for row in rounds()) for one in (step, FULL))
+    return "-" if step == REDUNDANCY else f"{100 * sent / full:.1f} %"
 
 
 def in_bubbles() -> float:
@@ -119,14 +120,13 @@ def figure() -> Figure:
         },
         (
             ((name, round(one.copied_bytes), round(one.sent_bytes), one.sent_bytes / found[FULL].sent_bytes,
-              one.iteration) for name, one in named.items()),
+              _by_its_job(one.name), one.iteration) for name, one in named.items()),
             compared(),
         ),
         lambda axes: bars(axes[0], list(named), series, ylabel="MB of a snapshot of one rank"),
         values={
             "command": COMMAND,
             "where": where(measured(FILE, COMMAND, BENCHMARKS)), "given": given,
-            "full_mb": _sent_mb(FULL), "selection_mb": _sent_mb(SELECTION),
             "state": state_sent(), "in_bubbles_mb": in_bubbles() / 1000000.0, "rounds": len(rounds()),
             "shorter": ", ".join(one.name for one in found.values() if one.is_shorter) or "no technique",
         },

@@ -141,8 +141,9 @@ def without_seam(name: str) -> Iterator[None]:
 def as_version(version: str) -> Iterator[None]:
     """Megatron-Core says that it is another release."""
     from megatron.core.dist_checkpointing.moe import stock
+    from megatron.core.dist_checkpointing.moe.versions import FoundVersion
 
-    with mock.patch.object(stock, "version", return_value=version):
+    with mock.patch.object(stock, "found_versions", return_value={"megatron-core": FoundVersion(version)}):
         yield
 
 

@@ -151,10 +151,10 @@ def test_what_faults_had_cost_stays_known_where_tokens_of_stale_experts_were_not
     (tmp_path / MANIFEST).write_bytes(encode(chain))
     arguments = Namespace(rank=0, **{LOST: [10, 20]})
     saves = StockSaves(arguments, None, protects=True)
-    saves._loaded, saves.recorded_args = tmp_path, Namespace(**vars(arguments))
+    saves.loaded, saves.recorded_args = tmp_path, Namespace(**vars(arguments))
     assert saves.lost_tokens == [10, 20]
     (tmp_path / MANIFEST).unlink()  # a later checkpoint of this job has all experts, and still lacks those updates
     later = StockSaves(Namespace(rank=0), None, protects=True)
-    later._loaded, later.recorded_args = tmp_path, arguments
+    later.loaded, later.recorded_args = tmp_path, arguments
     assert later.lost_tokens == [10, 20]
     assert caplog.text.count("more tokens are lost than are counted") == 2

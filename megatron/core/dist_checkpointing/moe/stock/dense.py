@@ -46,6 +46,7 @@ class StockSaves:
 
     Attributes:
         device_states: Random states of another kind of device, by name, which are saved in place of those of this one.
+        loaded: Folder of the checkpoint that is loaded, or was last; None before, and where the loop chooses.
         recorded_args: Of Megatron-LM, of the job that saved the checkpoint that was loaded last; None before.
     """
 
@@ -54,7 +55,7 @@ class StockSaves:
         self._is_raw = False
         self.device_states: Mapping[str, bytes] = {}
         self.recorded_args: Any = None
-        self._loaded: Path | None = None
+        self.loaded: Path | None = None
         self._experts: Any = None
 
     @cached_property
@@ -73,7 +74,7 @@ class StockSaves:
             self._experts = None
         if self._protects and getattr(self._args, "save_experts", None) is not None:
             self._experts = load("partial_saves.saving").ExpertSaves(
-                self._args, chunks, self._loaded if loaded else None
+                self._args, chunks, self.loaded if loaded else None
             )
 
     def load(self, call: Call) -> Any:
@@ -82,7 +83,7 @@ class StockSaves:
             if call["optimizer"] is not None:
                 stack.enter_context(loading(self._args, call["ddp_model"], call["optimizer"]))
             if self._protects:
-                self._loaded = stack.enter_context(intact_checkpoint(self._args, call["load_arg"]))
+                self.loaded = stack.enter_context(intact_checkpoint(self._args, call["load_arg"]))
             return call.go_on()
 
     @property
@@ -90,20 +91,20 @@ class StockSaves:
         """What faults have cost the checkpoint that was loaded, with what its older experts lack; None: not known."""
         known: Sequence[int] | None = getattr(self.recorded_args, LOST, None)
         at_least = getattr(self.recorded_args, AT_LEAST, False)
-        if known is not None and self._loaded is not None and has_stale_experts(self._loaded):
-            counted = load("partial_saves.loading").with_stale_experts(known, self._loaded)
+        if known is not None and self.loaded is not None and has_stale_experts(self.loaded):
+            counted = load("partial_saves.loading").with_stale_experts(known, self.loaded)
             known, at_least = counted or known, at_least or counted is None
         if known is not None and at_least:
             setattr(self._args, AT_LEAST, True)  # later checkpoints say so too
             if self._args.rank == 0:
                 log.warning(
-                    "more tokens are lost than are counted: %s is of older copies of some experts", self._loaded
+                    "more tokens are lost than are counted: %s is of older copies of some experts", self.loaded
                 )
         return known
 
     def load_shards(self, call: Call) -> Any:
         """Core's `load` inside of it."""
-        folder = self._loaded
+        folder = self.loaded
         if folder is None or Path(call["checkpoint_dir"]) != folder:
             return call.go_on()
         if has_chain(folder):
