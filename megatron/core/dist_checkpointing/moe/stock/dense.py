@@ -97,9 +97,7 @@ class StockSaves:
         if known is not None and at_least:
             setattr(self._args, AT_LEAST, True)  # later checkpoints say so too
             if self._args.rank == 0:
-                log.warning(
-                    "more tokens are lost than are counted: %s is of older copies of some experts", self.loaded
-                )
+                log.warning("more tokens are lost than are counted: %s is of older copies of some experts", self.loaded)
         return known
 
     def load_shards(self, call: Call) -> Any:
