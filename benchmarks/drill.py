@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import slow_links
-from harness import ROOT, SETTINGS, STEADY, Benchmark, laid_out, row, rule, spread, start, where
+from harness import ROOT, SETTINGS, STEADY, Benchmark, ends, laid_out, row, rule, spread, start, where
 
 from moe_ckpt.simulator.events import Estimate, estimate
 
@@ -149,7 +149,7 @@ def _ahead(gain: Estimate, names: tuple[str, str] = OURS) -> str:
 
 def page(result: dict[str, Any]) -> list[str]:
     """Both kinds of drills."""
-    several = len(result["stock"])
+    several, intervals = len(result["stock"]), ends(one["stock"]["interval"] for one in result["stock"])
     lines = [
         *BENCHMARK.head("Drills: random kills, and what they leave of training"),
         f"{laid_out(result['layout'])} with {result['standbys']} standby each {where(result)}; the small model of"
@@ -160,7 +160,7 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         *_table(result["stock"], OURS),
         "",
-        f"Stock is `torch_dist`, asynchronous, every {_intervals(result['stock'])} iterations, the best for these"
+        f"Stock is `torch_dist`, asynchronous, every {intervals} iterations, the best for these"
         f" kills, with as many standbys. By ETTR ahead: {_ahead(_gains(result['stock'], *OURS))}. A rank's state has"
         " 1 MB, which storage takes in no time and keeps through lost nodes: what `full` saves with larger ones is not"
         " in this.",
@@ -181,12 +181,6 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         f"By ETTR ahead: {_ahead(_gains(result['slow_link'], *SLOW), SLOW)}.",
     ]
-
-
-def _intervals(drills: Sequence[Mapping[str, Any]]) -> str:
-    """Of stock checkpoints, the least and the most."""
-    found = sorted({one["stock"].get("interval", 0) for one in drills})
-    return " to ".join(str(end) for end in dict.fromkeys((found[0], found[-1])))
 
 
 def _table(drills: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,6 +98,12 @@ def needs_gb(needed: float) -> None:
     available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / 1e9
     if available < needed:
         raise SystemExit(f"{available:.1f} GB of memory are available, but {needed:.0f} GB are needed: free some")
+
+
+def ends(values: Iterable[int]) -> str:
+    """The least and the most, for people."""
+    found = sorted(values)
+    return " to ".join(str(end) for end in dict.fromkeys((found[0], found[-1])))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

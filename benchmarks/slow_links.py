@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import ROOT, SETTINGS, STEADY, UNTIED, Benchmark, row, rule, spread, start, under_faults, where
+from harness import ROOT, SETTINGS, STEADY, UNTIED, Benchmark, ends, row, rule, spread, start, under_faults, where
 from localized_recovery import recoveries
 
 from moe_ckpt.simulator.events import Estimate, estimate
@@ -214,8 +214,7 @@ def page(result: dict[str, Any]) -> list[str]:
     for ratio, rounds in result["links"].items():
         snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
         again, restart = [again_on_average(one) for one in rounds], restarts(rounds)
-        windows = sorted({one["sparse"]["window"] for one in rounds})
-        window = " to ".join(str(end) for end in dict.fromkeys((windows[0], windows[-1])))
+        window = ends(one["sparse"]["window"] for one in rounds)
         lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))
         snapshot, overhead, base = (statistics.median(each) for each in (snapshots, overheads, restart))
         cells, differences = [], []

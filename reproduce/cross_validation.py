@@ -431,8 +431,8 @@ def figure() -> Figure:
             Fact("Fitted constants", len(fitted), "count"),
             Fact("Iteration time, one row left in, worst",
                  max(abs(ours / there - 1) for there, ours, _ in times.values()), "share"),
-            Fact("Ranges of Table 7 that hold or that ours is within, nothing of it fitted but its storage",
-                  f"{held} of {len(claims)}"),
+            Fact("Claims of Table 7 that hold, or whose range contains ours; only its storage is fitted",
+                 f"{held} of {len(claims)}"),
         ),
     )  # fmt: skip
 

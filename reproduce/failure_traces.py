@@ -72,7 +72,7 @@ def traced() -> tuple[Traced, ...]:
 
 
 def _by_rack(setting: SystemSetting) -> SystemSetting:
-    """With replicas that lie in another rack than their owner, as a job places them that is told its units."""
+    """With each replica in another rack than its owner, as `--moe-ckpt-unit` places them."""
     topology = setting.job.topology
     units = tuple(topology.node(rank) // FailureMix().rack_nodes for rank in range(topology.world_size))
     return replace(setting, job=replace(setting.job, topology=replace(topology, units=units)))

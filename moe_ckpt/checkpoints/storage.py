@@ -223,12 +223,7 @@ def _lost(snapshots: Sequence[StoredSnapshot], intact: Sequence[StoredSnapshot])
         whole = next((state for state in states(on_timeline(timeline, intact)) if not state.lacking), None)
         if whole:
             stored, left = (held_parts(on_timeline(timeline, some)) for some in (snapshots, intact))
-            somewhere = by_operator(left)
-            gone = {
-                one
-                for one in whole.leading.saved_experts
-                if Part.MASTER_AND_MOMENTS not in somewhere.get(one, Part.NOTHING)
-            }
+            gone = whole.leading.unheld_experts(by_operator(left))
             return sorted(gone | {key[1] for key, part in stored.items() if part & ~left.get(key, Part.NOTHING)})
     return []
 

@@ -151,11 +151,11 @@ class StoredSnapshot:
         """What it holds of its rank's operators."""
         return {OperatorId(layer, kind, index): Part(part) for layer, kind, index, part in self.said.operators}
 
-    @property
-    def saved_experts(self) -> set[OperatorId]:
-        """Those of which its strategy counts on copies, its own or older ones."""
+    def unheld_experts(self, held: Mapping[OperatorId, Part]) -> set[OperatorId]:
+        """Experts of which its strategy counts on copies, its own or older ones, and some state is not held."""
         strategy = self.said.strategy
-        return strategy.ledger.saved() if strategy and strategy.ledger else set()
+        saved = strategy.ledger.saved() if strategy and strategy.ledger else ()
+        return {one for one in saved if Part.MASTER_AND_MOMENTS not in held.get(one, Part.NOTHING)}
 
     @property
     def command(self) -> Command | None:
@@ -290,7 +290,7 @@ def _holds(members: Sequence[StoredSnapshot], wanted: Sequence[StoredSnapshot], 
     return (
         all(part in there.get(key, Part.NOTHING) for key, part in own.items())
         and all(part in anywhere.get(operator, Part.NOTHING) for operator, part in others.items())
-        and all(Part.MASTER_AND_MOMENTS in anywhere.get(one, Part.NOTHING) for one in leading.saved_experts)
+        and not leading.unheld_experts(anywhere)
     )
 
 

@@ -236,8 +236,9 @@ class SnapshotTracker:
         window = self.windows[round_.span]
         is_protected = window.state is WindowState.PROTECTED
         # What some rank has in storage alone no memory restores, nor what no peer has of an older snapshot.
-        is_complete = all_are_protected(self.windows.values()) and not (is_restored and self._from_storage)
-        if is_protected and is_complete:
+        is_in_storage = is_restored and self._from_storage
+        is_complete = is_protected and not is_in_storage and all_are_protected(self.windows.values())
+        if is_complete:
             self.newest_protected = round_.plan.iteration
             self.reasons.pop(Level.SNAPSHOT, None)
             self.protection = self.protection.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
@@ -245,9 +246,8 @@ class SnapshotTracker:
             self._free_covered()
         if is_restored:
             return
-        if is_protected:
-            if is_complete:
-                self._free_spare()
+        if is_complete:
+            self._free_spare()
         elif names := yielded_replicas(window, self.windows.values()):
             self._background.replicate(lambda: self._worker.free(names, own=False))
         self._persist(window, round_.plan, iteration)
