@@ -6,7 +6,8 @@ Its modules are Megatron-Core's vision encoder, transformer block and MoE layers
 import logging
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,9 +30,23 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-ITERATIONS, IMAGES = 12, 8
 PIXELS, PATCH, CLASSES = 16, 4, 10
 PATCHES = (PIXELS // PATCH) ** 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How much is trained: images of an iteration, on all ranks, and of a microbatch; experts of a layer."""
+
+    iterations: int = 12
+    images: int = 8
+    micro_batch: int = 1
+    experts: int = 4
+    seed: int = 1
+
+
+type Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""Images [b, 3, 16, 16] and their labels [b]."""
 
 
 class StagedVisionMoE(MegatronModule):
@@ -72,10 +87,11 @@ def _layers(*experts: int | None) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(specs, WrappedTorchNorm)
 
 
-def images_of(iteration):
+def stripes(iteration: int, recipe: Recipe) -> Batches:
     """This rank's images of an iteration: stripes of as many directions as there are classes."""
     grid = torch.arange(PIXELS, dtype=torch.float32)
-    for image in range(parallel_state.get_data_parallel_rank(), IMAGES, parallel_state.get_data_parallel_world_size()):
+    first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    for image in range(first, recipe.images, step):
         label = (iteration + 3 * image) % CLASSES
         stripes = torch.sin(label * grid[:, None] + image * grid[None, :])
         yield stripes.expand(1, 3, PIXELS, PIXELS).cuda(), torch.tensor([label]).cuda()
@@ -87,52 +103,63 @@ def forward_step(images, model):
     return loss, lambda value: (value, {"loss": value.detach()})
 
 
-def train_step(model, optimizer, scheduler, manager, iteration):
+def train_step(model, optimizer, scheduler, manager, iteration, recipe, batches):
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    shape = {"num_microbatches": IMAGES // parallel_state.get_data_parallel_world_size(), "seq_length": PATCHES}
+    own = recipe.images // parallel_state.get_data_parallel_world_size()
+    shape = {"num_microbatches": own // recipe.micro_batch, "micro_batch_size": recipe.micro_batch}
     with manager.forward_backward():
         losses = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=images_of(iteration), model=[model], **shape,
-            micro_batch_size=1, forward_only=False, pg_collection=manager.process_groups,
+            forward_step_func=forward_step, data_iterator=batches(iteration, recipe), model=[model], **shape,
+            seq_length=PATCHES, forward_only=False, pg_collection=manager.process_groups,
             p2p_communicator=manager.communicator,
         )  # fmt: skip
     _, norm, _ = optimizer.step()
-    scheduler.step(increment=IMAGES)
+    scheduler.step(increment=recipe.images)
     rank, loss = torch.distributed.get_rank(), float(sum(each["loss"] for each in losses))
     print(f"rank {rank} iteration {iteration}: loss {loss.hex()} norm {float(norm).hex()}", flush=True)
     return loss
 
 
-def main(argv):
+def train(
+    argv: list[str],
+    recipe: Recipe = Recipe(),
+    batches: Callable[[int, Recipe], Batches] = stripes,
+    changed: Callable[[torch.nn.Module], None] = lambda model: None,
+) -> torch.nn.Module:
+    """The model after its last iteration. changed: gets it before the first one."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         set_for_parking("nccl")
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(1)  # layers of torch draw their weights from here, on all ranks alike
+    tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
+    torch.manual_seed(recipe.seed)  # layers of torch draw their weights from here, on all ranks alike
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_token_dispatcher_type="alltoall",
-        moe_aux_loss_coeff=1e-2, expert_model_parallel_size=2, add_bias_linear=False,
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=recipe.experts, add_bias_linear=False,
+        moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=1e-2, expert_model_parallel_size=2,
     )  # fmt: skip
     model = StagedVisionMoE(config).cuda()
+    changed(model)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, min_lr=0.0, use_distributed_optimizer=True), [model])
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=16, lr_decay_steps=96, start_wd=0.1,
-        lr_decay_style="cosine", end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
+        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=2 * recipe.images, start_wd=0.1, end_wd=0.1,
+        lr_decay_steps=recipe.iterations * recipe.images, lr_decay_style="cosine", wd_incr_steps=0,
+        wd_incr_style="constant",
     )  # fmt: skip
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
-    sizes = {"train_iters": ITERATIONS, "global_batch_size": IMAGES, "micro_batch_size": 1, "seq_length": PATCHES}
+    sizes = {"train_iters": recipe.iterations, "global_batch_size": recipe.images}
+    sizes |= {"micro_batch_size": recipe.micro_batch, "seq_length": PATCHES}
     manager = MoECheckpointManager(model, optimizer, scheduler, MoECheckpointConfig.from_argv(argv), **sizes)
     with manager.run():
         manager.resume()
         for iteration in manager.iterations():
-            manager.after_step(train_step(model, optimizer, scheduler, manager, iteration))
-    torch.distributed.destroy_process_group()
+            manager.after_step(train_step(model, optimizer, scheduler, manager, iteration, recipe, batches))
+    return model
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    main(sys.argv[1:])
+    train(sys.argv[1:])
+    torch.distributed.destroy_process_group()

@@ -74,6 +74,19 @@ def test_an_accuracy_campaign_trains_asks_and_continues_where_it_was(corpus: str
 
 @pytest.mark.full
 @pytest.mark.timeout(LONGEST_S + 60)
+def test_a_killed_vision_model_with_partial_experts_is_asked_about_images(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "accuracy" / "vision.py"), "--tiny", "--seeds", "1"]
+    run([*command, "--results", str(tmp_path)])
+    data = json.loads((tmp_path / "vision-accuracy.json").read_text())
+    found = {one["name"]: one for one in data["runs"]}
+    assert {name: (one["faults"], one["plt"] > 0) for name, one in found.items()} == {
+        "fault-free": (0, False), "sequential": (4, True)
+    }  # fmt: skip
+    assert all(0 < one["accuracy"] < 1 for one in found.values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LONGEST_S + 60)
 def test_tokens_that_are_dropped_from_experts_change_the_loss(corpus: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "accuracy" / "dropped_tokens.py"), "--tiny", "--seeds", "1"]
     run([*command, "--results", str(tmp_path)], MOE_CKPT_CORPUS=corpus)
