@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """The flag."""
     import torch  # once it is known to be there
 
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    # By its file too: a GPU that has failed would make its node one that trains on the CPU, and waits for the others.
+    has_gpu = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
+    default = "cuda" if has_gpu else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="where to train")
 
 

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.moe.replication.interface import of_local_
 from megatron.pretrain import low_precision
 from megatron.pretrain.device import add_device, device_of
 from megatron.pretrain.engine_errors import driver_errors
-from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.errors import InvalidInput, TrainingFailure
 from megatron.pretrain.flags import refuse
 from megatron.pretrain.initialize import Launch, shut_down, start_process_group, use_cpu
 from megatron.pretrain.logs import configure_logging
@@ -190,7 +190,7 @@ def start_megatron(device: str, launch: Launch) -> None:
         device: `cpu` or `cuda`.
         launch: The place of this process in the job.
     """
-    _choose(device)
+    _choose(device, launch.attempt)
     if device == "cuda":
         torch.cuda.set_device(launch.local_rank)
 
@@ -211,16 +211,24 @@ def start_megatron(device: str, launch: Launch) -> None:
 _GROUP_TIMEOUT = datetime.timedelta(minutes=10)
 
 
-def _choose(device: str) -> None:
-    """Before Megatron-LM is imported. Raises InvalidInput for a device that is not there."""
+def _choose(device: str, attempt: int) -> None:
+    """Before Megatron-LM is imported.
+
+    Raises:
+        InvalidInput: The device is not there.
+        TrainingFailure: It is not there any more, or not on a node that has come since: not for good, as a spare may
+            take the node's place.
+    """
     if device == "cpu":
         use_cpu()
     elif not torch.cuda.is_available():
+        if attempt:
+            raise TrainingFailure(f"no CUDA device of {os.uname().nodename} can be used any more: see nvidia-smi there")
         raise InvalidInput("no CUDA device on this machine; pass --device cpu to train without one")
 
 
 def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, recover_only: bool) -> None:
-    _choose(device)
+    _choose(device, launch.attempt)
 
     from megatron.core.dist_checkpointing.moe import stock
     from megatron.core.enums import ModelType

@@ -17,11 +17,11 @@ from typing import Any
 
 from memory import give_back, holds_state, is_kept, keep, take
 from orphaned import requeue_if_orphaned
-from rendezvous import REFUSED_WITH_STATE, outcome_at, report
+from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, outcome_at, report
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.run import run
 
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME
@@ -43,7 +43,8 @@ class _Handler(SpareHandler):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 128 + N told to end, 1 failed."""
+    """Exit code: 0 trained or not needed, 2 flags or inputs that cannot work, 4 left before the last iteration, 128 + N
+    told to end, 1 failed."""
     refuse_unsupported_versions()
     code, is_spare, begun_s = None, False, time.monotonic()
     signal.signal(signal.SIGTERM, _told_to_end)
@@ -78,7 +79,8 @@ def _told_to_end(number: int, _frame: FrameType | None) -> None:
 def _lead(argv: Sequence[str]) -> int | None:
     """Train, and report how that has ended; the exit code, None where other nodes may continue. SIGTERM is ignored from
     the report on."""
-    from megatron.core.dist_checkpointing.moe.standby.verdict import verdict_of_ranks  # once Megatron-Core is skipped
+    # Once Megatron-Core is skipped.
+    from megatron.core.dist_checkpointing.moe.standby.verdict import has_left_early, verdict_of_ranks
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
     try:
@@ -93,7 +95,7 @@ def _lead(argv: Sequence[str]) -> int | None:
         try:
             with own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
                 run(options)
-            code = verdict()
+            code = verdict() or (LEFT_EARLY if has_left_early() else 0)
             # Ranks leave what to do with their state in memory to a user, or what to mend before they read it.
             if code == 1:
                 keep()
@@ -108,6 +110,11 @@ def _lead(argv: Sequence[str]) -> int | None:
             code = 128 + stop.sigval
         except (ChildFailedError, RendezvousError) as error:
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
+            closed = isinstance(error, RendezvousClosedError) and holds_state(os.environ[NODE_NAME])
+            if closed and outcome_at(options.rdzv_endpoint) in (1, REFUSED, REFUSED_WITH_STATE):
+                keep()  # another node refuses to go on, which may lack what this one has
+                _reported(options.rdzv_endpoint, REFUSED_WITH_STATE)
+                return REFUSED
             return None
         # Of one node that is told to end, others may train on.
         return _reported(options.rdzv_endpoint, code, of_nodes=_more_than_spares() if code > 128 else 1)

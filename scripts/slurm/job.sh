@@ -64,6 +64,8 @@ run_job() {
     trap leave EXIT
     # How long ranks may take to end, and with it to put their state aside.
     export MOE_CKPT_PATIENCE_S=$((MOE_CKPT_LEAD_S > KILL_MARGIN_S ? MOE_CKPT_LEAD_S - KILL_MARGIN_S : 1))
+    # Nodes that meet again wait for one that has yet to end its ranks: it asks them, waits, and has them killed.
+    [ "$MEET_S" -ge $((MOE_CKPT_PATIENCE_S + 120)) ] || MEET_S=$((MOE_CKPT_PATIENCE_S + 120))
     # Others may have made it first, to have us believe what is in it; ranks look at it more closely.
     (umask 077 && mkdir -p "$MOE_CKPT_MEMORY")
     [ -O "$MOE_CKPT_MEMORY" ] && [ ! -L "$MOE_CKPT_MEMORY" ] ||
@@ -160,6 +162,11 @@ decide() {
         hold "ranks ended with an error that no restart changes, see above; memory stays in $MOE_CKPT_MEMORY"
     elif [ "$stopped" = soon ] || [ "$code" = 143 ]; then
         go_on 0 "time was up"
+    elif [ "$code" = 4 ]; then
+        local left="left before its last iteration, after $SECONDS s, as a signal or a flag like --exit-interval asked"
+        [ "$MOE_CKPT_ON_STOP" = end ] || [ "$SECONDS" -ge "$MOE_CKPT_MIN_RUN_S" ] ||
+            end 0 "$left; not requeued within $MOE_CKPT_MIN_RUN_S s (MOE_CKPT_MIN_RUN_S): submit it again to continue"
+        go_on 0 "$left"
     elif [ "$SECONDS" -lt "$MOE_CKPT_MIN_RUN_S" ]; then
         end 1 "failed after $SECONDS s; not requeued: what fails within $MOE_CKPT_MIN_RUN_S s (MOE_CKPT_MIN_RUN_S) would fail again"
     else

@@ -12,14 +12,16 @@ from torch.distributed import DistError, DistNetworkError, TCPStore
 
 OUTCOME, NOTED = "moe-ckpt/outcome", "moe-ckpt/noted"
 LISTENS = ".listens"
-REFUSED, REFUSED_WITH_STATE = 2, 3
-"""What agents report where ranks refuse flags or inputs; the second one where snapshots in memory wait for that."""
-ANSWER_S, POLL_S, GRACE_S = 30.0, 0.5, 5.0
+REFUSED, REFUSED_WITH_STATE, LEFT_EARLY = 2, 3, 4
+"""What agents report where ranks refuse flags or inputs, the second one where snapshots in memory wait for that; and
+where ranks have ended well, as they were asked to, before the last iteration."""
+ANSWER_S, POLL_S = 30.0, 0.5
 
 
 def main(port: int, file: Path) -> None:
-    """Serve until SIGUSR1 comes; the first outcome that an agent reports goes to `file`. Beside it, with the suffix of
-    `LISTENS`, is a file from when agents can come. Ends with a line where somebody else has the port."""
+    """Serve until SIGUSR1 comes; the first outcome that an agent reports goes to `file`, but snapshots on any node
+    outweigh that another one refuses without some. Beside it, with the suffix of `LISTENS`, is a file from when agents
+    can come. Ends with a line where somebody else has the port."""
     # Slurm signals all steps of a job, and the agents need their store until they have ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: sys.exit())
@@ -33,13 +35,16 @@ def main(port: int, file: Path) -> None:
     while not store.check([OUTCOME]):
         time.sleep(POLL_S)
     code = store.get(OUTCOME)
-    if int(code) == REFUSED:
-        time.sleep(GRACE_S)  # another node may have snapshots
-        code = str(REFUSED_WITH_STATE).encode() if store.check([f"{OUTCOME}/{REFUSED_WITH_STATE}"]) else code
     with reserved.open("r+b") as outcome:
         outcome.truncate(outcome.write(code))
     reserved.rename(file)
     store.set(NOTED, "")
+    while not store.check([f"{OUTCOME}/{REFUSED_WITH_STATE}"]):
+        time.sleep(POLL_S)
+    if int(code) == REFUSED:
+        with file.open("r+b") as outcome:
+            outcome.write(str(REFUSED_WITH_STATE).encode())
+    store.set(f"{NOTED}/{REFUSED_WITH_STATE}", "")  # only now does the agent that says so end, and `job.sh` read it
     while True:
         signal.pause()
 
@@ -51,7 +56,7 @@ def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
     store = _client(endpoint)
     if store.add(f"{OUTCOME}/{code}", 1) >= of_nodes:
         store.set(OUTCOME, str(code))
-        store.wait([NOTED])
+        store.wait([f"{NOTED}/{code}" if code == REFUSED_WITH_STATE else NOTED])
 
 
 def outcome_at(endpoint: str) -> int | None:

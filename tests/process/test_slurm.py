@@ -19,10 +19,12 @@ from pathlib import Path
 import pytest
 from runs import Layout, Train, differences, digest, flags, reports_in
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from world import HANG_TIMEOUT_S, ROOT, free_port
+
+from megatron.core.dist_checkpointing.moe.standby.verdict import leave_early
 
 SLURM = ROOT / "scripts" / "slurm"
 STAND_INS = ROOT / "scripts" / "slurm" / "stand_ins"
@@ -75,6 +77,9 @@ def agent():
         sys.exit(code)
     elif what == "failed":
         sys.exit(1)
+    elif what == "left":
+        outcome.write_text("4")
+        sys.exit(4)
     elif what == "waiting":
         (mine / "left").touch()
         while len(list(mine.parent.glob("*/left"))) < int(os.environ["SLURM_JOB_NUM_NODES"]):
@@ -215,6 +220,23 @@ def test_slurm_is_asked_again_where_it_refuses_for_a_while(fails: int, code: int
     assert asked.returncode == code
     assert (tmp_path / "asked").read_text() == "requeue 7\n" * min(fails + 1, 5)
     assert asked.stderr.count("scontrol requeue 7 failed, try") == min(fails, 4)
+
+
+def test_a_chain_goes_on_behind_a_job_whose_ranks_were_asked_to_leave(play: Play) -> None:
+    chain = ("--", "scripts/slurm/chain.sh", "3", "--job-name=run", "--nodes=3", TRAIN)
+    code, said = play.run(*chain, runs=(("left",), ("trained",), ("trained",)))
+    assert code == 0, said
+    assert re.search("job 1: left before its last iteration, after .*; the next job of the chain continues", said), said
+    assert "job 2: training has ended" in said
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("least_s", "runs"), [("0", 2), ("600", 1)])
+def test_a_job_whose_ranks_were_asked_to_leave_is_requeued_but_not_at_once(play: Play, least_s: str, runs: int) -> None:
+    code, said = play.run(*submit(), runs=(("left", "trained"),), MOE_CKPT_MIN_RUN_S=least_s)
+    assert code == 0, said
+    assert said.count("starts on") == runs
+    assert ("submit it again to continue" in said) is (runs == 1)
 
 
 @pytest.mark.ci
@@ -478,6 +500,43 @@ def test_an_agent_keeps_memory_with_snapshots_where_ranks_refuse_to_start(
     assert (tmp_path / "memory" / "keep").exists() is (tmp_path / "memory" / "node-0").is_dir() is sealed
 
 
+@pytest.mark.parametrize(("outcome", "sealed"), [("2", True), ("2", False), ("0", True)])
+def test_an_agent_keeps_its_snapshots_where_another_node_has_refused_to_go_on(
+    outcome: str, sealed: bool, lead: Callable[[int, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, keeper = importlib.import_module("agent"), importlib.import_module("rendezvous")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store.set(keeper.OUTCOME, outcome)
+    store.set(f"{keeper.NOTED}/3", "")
+    slot = tmp_path / "memory" / "node-0" / "slurm-7" / "slot-000"
+    slot.mkdir(parents=True)
+    if sealed:
+        (slot / "segment-000.iter_0000004-rank_00000-snapshot.json").touch()
+
+    def closed(_options: object) -> None:
+        raise RendezvousClosedError
+
+    monkeypatch.setattr(agent, "run", closed)
+    kept = sealed and outcome == "2"
+    assert agent.main(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", __file__]) == (2 if kept else 1)
+    assert store.get(keeper.OUTCOME) == (b"3" if kept else outcome.encode())
+    assert slot.is_dir() is kept
+
+
+def test_an_agent_tells_ranks_that_were_asked_to_leave_early_from_ranks_that_have_trained(
+    lead: Callable[[int, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"MOE_CKPT_KEEP_MEMORY": "1"})
+    agent, keeper = importlib.import_module("agent"), importlib.import_module("rendezvous")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store.set(keeper.NOTED, "")
+    (tmp_path / "memory" / "node-0").mkdir(parents=True)
+    monkeypatch.setattr(agent, "run", lambda _options: leave_early())
+    assert agent.main(["--nnodes=2", f"--rdzv-endpoint=localhost:{store.port}", __file__]) == 4
+    assert store.get(keeper.OUTCOME) == b"4"
+    assert (tmp_path / "memory" / "node-0").is_dir()
+
+
 @pytest.mark.usefixtures("lead")
 def test_a_spare_that_was_not_needed_leaves_kept_memory_to_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -532,6 +591,7 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
         "MOE_CKPT_HEALTH_TIMEOUT_S": "120",
         "MOE_CKPT_HANG_S": "600",
         "MOE_CKPT_LOG_DIR": str(tmp_path / "logs"),
+        "MOE_CKPT_LEAD_S": "600",
     }
     code, said = play.run(*submit(), runs=(("trained",),), MOE_CKPT_ENV_FILE=str(tmp_path / "env.sh"), **watched)
     assert code == 0, said
@@ -539,6 +599,8 @@ def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(p
     expected = {
         "--moe-ckpt-strikes=3/10m", "--moe-ckpt-health-check=nvidia-smi -L", "--moe-ckpt-hang-timeout=600", "--tee=3",
         "--moe-ckpt-health-timeout=120", f"--log-dir={tmp_path / 'logs'}",
+        # Nodes that meet wait for one that waits for its ranks.
+        "--shutdown-timeout=570", "--rdzv-conf=is_host=0,join_timeout=690",
     }  # fmt: skip
     assert expected <= {*play.arguments}
 
@@ -612,16 +674,14 @@ def test_one_node_that_is_told_to_end_does_not_decide_how_the_job_has_ended(
 @pytest.mark.parametrize("reports", [(2, 3), (3, 2), (2,)])
 def test_snapshots_of_one_node_outweigh_that_others_have_none(reports: tuple[int, ...], tmp_path: Path) -> None:
     port, outcome = free_port(), tmp_path / "outcome"
-    code = f"import sys; sys.path.insert(0, {str(SLURM)!r}); import rendezvous; rendezvous.GRACE_S = 0.5;"
-    code += f"from pathlib import Path; rendezvous.main({port}, Path({str(outcome)!r}))"
-    keeper = subprocess.Popen([sys.executable, "-c", code])
+    keeper = subprocess.Popen([sys.executable, str(SLURM / "rendezvous.py"), str(port), str(outcome)])
     try:
         until((tmp_path / "outcome.listens").exists)
         client = TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=HANG_TIMEOUT_S))
         for report in reports:
             client.add(f"moe-ckpt/outcome/{report}", 1)
             client.set("moe-ckpt/outcome", str(report))
-        client.wait(["moe-ckpt/noted"])
+        client.wait([f"moe-ckpt/noted{'/3' if 3 in reports else ''}"])
         assert outcome.read_text() == str(max(reports))
     finally:
         keeper.send_signal(signal.SIGUSR1)

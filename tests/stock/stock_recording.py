@@ -138,6 +138,13 @@ def without_seam(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def under_a_launcher(folder: str) -> Iterator[None]:
+    """A launcher of ours has started this process, and reads in `folder` how it ends."""
+    with mock.patch.dict(os.environ, {"MOE_CKPT_LAUNCH_VERDICT": f"{folder}/verdict"}):
+        yield
+
+
+@contextlib.contextmanager
 def as_version(version: str) -> Iterator[None]:
     """Megatron-Core says that it is another release."""
     from megatron.core.dist_checkpointing.moe import stock

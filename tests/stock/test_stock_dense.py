@@ -375,6 +375,17 @@ def test_what_fails_on_one_rank_alone_strands_no_other(
     assert published(tmp_path) == ["iter_0000002", "iter_0000006", TRACKER]
 
 
+def test_a_last_checkpoint_that_is_not_saved_is_missed_beside_one_of_an_earlier_training(
+    new_job, tmp_path: Path
+) -> None:
+    job, saving = new_job(ALONE), (*FULL, "--save", tmp_path, "--save-interval", 3)
+    job.run(*saving)
+    outcome = new_job(ALONE).run(*saving, hooks=[partial(no_access_to_folder, 6, 0)], codes={1})
+    assert "checkpoint of iteration 6 was NOT saved" in outcome.said
+    assert "the state of iteration 6 stays in memory" in outcome.said
+    assert published(tmp_path) == ["iter_0000003", "iter_0000006", TRACKER]
+
+
 def test_a_folder_that_cannot_be_written_costs_checkpoints_and_the_next_start_saves_the_last_one(
     new_job, undisturbed, tmp_path: Path
 ) -> None:

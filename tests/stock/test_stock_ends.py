@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import published
 from stock_jobs import ALONE, FULL, ITERATIONS, KILLED, PAIR, SPARSE, StockJob
-from stock_recording import as_version, without_seam, wrapped_by_another
+from stock_recording import as_version, under_a_launcher, without_seam, wrapped_by_another
 
 REFUSED = {2}
 
@@ -30,13 +30,30 @@ def test_a_job_that_ends_gives_its_memory_back(new_job, undisturbed) -> None:
 
 
 @pytest.mark.ci
-def test_a_job_that_leaves_at_an_interval_continues_from_memory(new_job, undisturbed) -> None:
-    job = new_job(ALONE)
-    job.run(*FULL, "--exit-interval", 4)
+def test_a_job_that_leaves_at_an_interval_says_so_and_continues_from_memory(
+    new_job, undisturbed, tmp_path: Path
+) -> None:
+    job, launched = new_job(ALONE), partial(under_a_launcher, str(tmp_path))
+    job.run(*FULL, "--exit-interval", 4, hooks=[launched])
     assert job.ran(0) == [1, 2, 3, 4]
-    job.run(*FULL)
+    (tmp_path / "early").unlink()
+    job.run(*FULL, "--exit-interval", 6, hooks=[launched])  # which is the last iteration
     assert job.ran(0)[4:] == [5, 6]
+    assert not list(tmp_path.iterdir())
     assert job.records() == undisturbed(ALONE)
+
+
+def test_an_unprotected_job_that_leaves_at_an_interval_says_so(new_job, tmp_path: Path) -> None:
+    new_job(ALONE).run("--exit-interval", 2, hooks=[partial(under_a_launcher, str(tmp_path))])
+    assert (tmp_path / "early").is_file()
+
+
+def test_a_job_that_finds_no_checkpoint_where_it_must_fails_in_one_line(new_job, tmp_path: Path) -> None:
+    flags = (*FULL, "--load", tmp_path / "unmounted", "--exit-on-missing-checkpoint")
+    outcome = new_job(ALONE).run(*flags, codes=REFUSED)
+    (line,) = [line for line in outcome.lines if "nothing is trained without it" in line]
+    assert f"--load {tmp_path}/unmounted: Megatron-LM found nothing there" in line
+    assert "Traceback" not in outcome.said
 
 
 @pytest.mark.full

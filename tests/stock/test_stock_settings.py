@@ -170,3 +170,16 @@ def test_a_feature_that_changes_is_refused_before_the_model_is_built_where_only_
     outcome = resume("storage", "--mtp-num-layers", "1", codes={2}).outcome
     assert "--mtp-num-layers was None and is 1, but " in line_with(outcome, " was ")
     assert "number of parameters" not in outcome.said
+
+
+def test_a_loss_scale_that_stays_is_refused_where_only_memory_has_the_newest_state_of_one_that_moves(
+    new_job, tmp_path: Path
+) -> None:
+    """The older checkpoint would load, without a scaler, and memory would be freed."""
+    job = new_job(Shape(ranks=1, pp=1, ep=1, more=("--fp16", "--initial-loss-scale", "2097152")))
+    flags = (*FULL, "--save", tmp_path, "--load", tmp_path, "--save-interval", STANDS)
+    job.run(*flags, "--moe-ckpt-inject-fault", f"0@{STANDS + 2}:step", codes={KILLED})
+    outcome = job.run(*flags, "--loss-scale", 4096, codes={2})
+    assert "has another grad_scalers" in outcome.said and "start with the flags of before" in outcome.said
+    outcome = job.run(*flags)
+    assert any(f"recovered iteration {STANDS + 1} exactly" in line for line in outcome.lines), outcome.said

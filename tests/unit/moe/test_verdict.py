@@ -18,6 +18,9 @@ from megatron.core.dist_checkpointing.moe.in_place.building import CannotBuildAl
 from megatron.core.dist_checkpointing.moe.in_place.process_groups import StillConnected
 from megatron.core.dist_checkpointing.moe.standby.verdict import (
     VERDICT_FILE,
+    forget_verdict,
+    has_left_early,
+    leave_early,
     leave_verdict,
     permanent_errors_end_the_job,
 )
@@ -53,8 +56,19 @@ def test_an_error_that_a_restart_may_mend_passes(kind: type[MoECheckpointError],
     assert not verdict.exists()
 
 
+def test_who_left_early_in_an_earlier_attempt_counts_no_more(verdict: Path) -> None:
+    leave_verdict(2)
+    leave_early()
+    assert has_left_early()
+    forget_verdict()
+    assert not has_left_early()
+    assert not verdict.exists()
+
+
 def test_without_our_launcher_every_error_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VERDICT_FILE, raising=False)
     with pytest.raises(UsageError):
         fail(UsageError("no"))
     assert not leave_verdict(2)
+    leave_early()
+    assert not has_left_early()

@@ -32,8 +32,9 @@ def verdict_of_ranks() -> Iterator[Callable[[], int]]:
 
 def forget_verdict() -> None:
     """Ranks are started again, since others of this launcher have failed: that of the attempt before does not count."""
-    if has_verdict():
-        Path(os.environ[VERDICT_FILE]).unlink()
+    if VERDICT_FILE in os.environ:
+        for file in (Path(os.environ[VERDICT_FILE]), _early()):
+            file.unlink(missing_ok=True)
 
 
 def has_verdict() -> bool:
@@ -50,6 +51,23 @@ def leave_verdict(exit_code: int) -> bool:
     if verdict is not None:
         Path(verdict).write_text(str(exit_code))
     return verdict is not None
+
+
+def leave_early() -> None:
+    """Tell the launcher that this process is about to end with 0 before its last iteration, as a signal or a flag asks:
+    training has not ended."""
+    if VERDICT_FILE in os.environ:
+        with contextlib.suppress(OSError):
+            _early().touch()
+
+
+def has_left_early() -> bool:
+    """Whether a rank of this launcher has ended so."""
+    return _early().is_file()
+
+
+def _early() -> Path:
+    return Path(os.environ.get(VERDICT_FILE, "nowhere/verdict")).with_name("early")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ..core_versions.training import ending_with_their_trainer, results_in_proce
 from ..errors import UsageError
 from ..manager import MoECheckpointManager
 from ..runtime.peer_links import set_for_parking
-from ..standby.verdict import permanent_errors_end_the_job
+from ..standby.verdict import leave_early, permanent_errors_end_the_job
 from ..versions import found_versions
 from .flags import arguments
 from .hooks import Hooks
@@ -78,6 +78,14 @@ def protected[Result](
         training = installed(loop, hooks.by_name(), core, is_on=hooks.is_on)
         background = ending_with_their_trainer()
         with shipped_helpers(), synchronous, background, hooks, survivors.building(), training, saving:
-            return pretrain(*arguments, **options)
+            try:
+                return pretrain(*arguments, **options)
+            except SystemExit as ending:
+                args = loop.get_args()
+                # Set by each iteration that begins; core ends so with `--exit-interval` and the like, and by a signal.
+                last = getattr(args, "curr_iteration", None)
+                if not ending.code and last is not None and last + 1 < args.train_iters:
+                    leave_early()
+                raise
 
     return run

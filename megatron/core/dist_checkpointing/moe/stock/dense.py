@@ -78,13 +78,29 @@ class StockSaves:
             )
 
     def load(self, call: Call) -> Any:
-        """`load_checkpoint`, of the newest checkpoint that is intact. Raises UnreadableCheckpoint, UsageError."""
+        """`load_checkpoint`, of the newest checkpoint that is intact.
+
+        Raises:
+            UnreadableCheckpoint: None is.
+            UsageError: Nothing is there that Megatron-LM loads, and the flags say that nothing is trained then.
+        """
         with contextlib.ExitStack() as stack:
             if call["optimizer"] is not None:
                 stack.enter_context(loading(self._args, call["ddp_model"], call["optimizer"]))
             if self._protects:
                 self.loaded = stack.enter_context(intact_checkpoint(self._args, call["load_arg"]))
-            return call.go_on()
+            try:
+                return call.go_on()
+            except SystemExit as ending:
+                if ending.code:
+                    raise
+                name = str(call["load_arg"])
+                # To a launcher, and to Slurm's next jobs, exit code 0 would say that training has ended.
+                flag = f"--{name.replace('_', '-')} {getattr(self._args, name, None)}"
+                raise UsageError(
+                    f"{flag}: Megatron-LM found nothing there that it loads, for the reason above, and nothing is"
+                    " trained without it; see that the folder is there"
+                ) from ending
 
     @property
     def lost_tokens(self) -> Sequence[int] | None:

@@ -38,6 +38,7 @@ from ..errors import CheckpointFailure, UsageError
 from ..extensions import load
 from ..in_place.newest_state import refuse_another_model
 from ..megatron_state.optimizer_state import allocate_step_counts, loading_step_counts
+from ..megatron_state.restore import any_rank
 from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
@@ -100,6 +101,7 @@ class Hooks:
         self._manager: Manager = None
         self._running = contextlib.ExitStack()
         self._saved = self._loaded = -1
+        self._has_other_past = False
         self._told: RecoveryTimeline | None = None
         self._is_in_step = self._is_updated = False
         self._lost_peer: Exception | None = None
@@ -121,7 +123,8 @@ class Hooks:
         """Whether only the memory has what this job came to. A collective."""
         # Asked for first, by all: a process that stayed knows more of what was published than one that came since.
         iteration, newest = self._manager.iteration, newest_iteration(self._args.save)
-        return iteration > self._loaded and not self._saves.has(iteration) and newest < iteration
+        is_saved = any_rank(self._saves.has(iteration)) or (newest >= iteration and not self._has_other_past)
+        return iteration > self._loaded and not is_saved
 
     def _unsaved(self) -> CheckpointFailure:
         return CheckpointFailure(
@@ -272,6 +275,8 @@ class Hooks:
             manager.begin()
         self._common = CommonIterations(self._loop)
         recovered, self._loaded = iteration > 0 and not loaded, iteration if loaded else -1
+        # As with --ckpt-step: what an earlier training saved of iterations ahead says nothing of this one's.
+        self._has_other_past = any_rank(newest_iteration(args.save) > iteration)
         self._saves.protect(model, loaded=loaded)
         self._catch_up = DeferredSaves(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
