@@ -124,7 +124,7 @@ def worker() -> int:
 
     given = json.loads(os.environ[GIVEN])
     seed, rank = given["seed"], int(os.environ["RANK"])
-    recipe = vision.Recipe(given["iterations"], IMAGES, IMAGES // 2, EXPERTS, seed)
+    recipe = vision.Amounts(given["iterations"], IMAGES, IMAGES // 2, EXPERTS, seed)
     batches = lambda iteration, recipe: iter([drawn(rank, iteration, seed)])  # noqa: E731
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     model = vision.train(sys.argv[1:], recipe, batches, *[flip] * given["one_bit"]).eval()

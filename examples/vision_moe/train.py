@@ -35,7 +35,7 @@ PATCHES = (PIXELS // PATCH) ** 2
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Amounts:
     """How much is trained: images of an iteration, on all ranks, and of a microbatch; experts of a layer."""
 
     iterations: int = 12
@@ -87,7 +87,7 @@ def _layers(*experts: int | None) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(specs, WrappedTorchNorm)
 
 
-def stripes(iteration: int, recipe: Recipe) -> Batches:
+def stripes(iteration: int, recipe: Amounts) -> Batches:
     """This rank's images of an iteration: stripes of as many directions as there are classes."""
     grid = torch.arange(PIXELS, dtype=torch.float32)
     first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -123,8 +123,8 @@ def train_step(model, optimizer, scheduler, manager, iteration, recipe, batches)
 
 def train(
     argv: list[str],
-    recipe: Recipe = Recipe(),
-    batches: Callable[[int, Recipe], Batches] = stripes,
+    recipe: Amounts = Amounts(),
+    batches: Callable[[int, Amounts], Batches] = stripes,
     changed: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> torch.nn.Module:
     """The model after its last iteration. changed: gets it before the first one."""
