@@ -13,10 +13,11 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
+from megatron.core.dist_checkpointing.moe.errors import OtherSecret, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime import opening
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo
+from megatron.core.dist_checkpointing.moe.snapshot.persisting import CopyOrder, carry_out
 from megatron.core.dist_checkpointing.moe.storage.base import SnapshotReader
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.manifest import checksum, decode, encode, use_secret
@@ -64,6 +65,32 @@ def test_a_copy_that_somebody_else_sealed_is_refused_by_name(tmp_path: Path, by:
         opened(store)
     assert "\n" not in str(found.value)
     assert [torn.snapshot for torn in store.snapshots().torn] == [SNAPSHOT]
+
+
+def test_what_a_job_with_a_secret_has_stored_is_not_replaced_by_one_without(tmp_path: Path) -> None:
+    storage = sealed(tmp_path, OWN)
+    with opened(storage) as reader:
+        order = CopyOrder(reader.manifest, (SNAPSHOT,))
+    use_secret(None)
+    with pytest.raises(OtherSecret):
+        carry_out(order, [], storage)
+    use_secret(OWN)
+    with opened(storage) as reader:
+        assert not reader.verify()
+
+
+@pytest.mark.parametrize("damaged", [(0, 1), (0,)])
+def test_memory_of_which_this_secret_opens_nothing_is_of_another_secret_and_not_damaged(
+    damaged: tuple[int, ...], tmp_path: Path
+) -> None:
+    store = MemoryStore(tmp_path, "job", 0, (4096,) * 2)
+    for iteration in (0, 1):
+        use_secret(OTHER if iteration in damaged else OWN)
+        with store.reserve(SnapshotId(iteration, 0), LAYOUT) as writer:
+            writer.put("w", bytes(4096))
+            writer.seal(Facts("job", "", {}, {}))
+    use_secret(OWN)
+    assert [one.is_newer for one in store.snapshots().torn] == [len(damaged) == 2] * len(damaged)
 
 
 def test_without_the_secret_a_snapshot_is_not_read_and_the_flag_is_named(tmp_path: Path) -> None:

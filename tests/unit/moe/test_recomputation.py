@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.replication.replicator import Replicat
 from megatron.core.dist_checkpointing.moe.snapshot.workers import ReplicationWorker, SnapshotTask
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.strategies import Piece
-from megatron.core.dist_checkpointing.moe.types import Part, StepJournal, expert, full_plan
+from megatron.core.dist_checkpointing.moe.types import OperatorId, Part, StepJournal, expert, full_plan
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.pretrain.testing import cpu_device, te_on_cpu
@@ -110,8 +110,8 @@ class Trained:
 class Pair:
     """An owner and its peer, with real stores and workers around a network in memory."""
 
-    def __init__(self, place: Path, trained: Trained) -> None:
-        self.trained, self.network = trained, Network()
+    def __init__(self, place: Path, trained: Trained, own: Sequence[OperatorId] = OPERATORS) -> None:
+        self.trained, self.network, self.own = trained, Network(), own
         sizes = (trained.layout.nbytes,) * 4
         self.stores = [MemoryStore(place, "job", rank, sizes) for rank in (OWNER, PEER)]
         self.workers = [self._worker(rank) for rank in (OWNER, PEER)]
@@ -119,7 +119,7 @@ class Pair:
     def _worker(self, rank: int) -> ReplicationWorker:
         transport: Any = FakeTransport(self.network, rank, 2)
         owners, peers = ([], [PEER]) if rank == OWNER else ([OWNER], [])
-        identity = Identity("job", {}, frozenset(OPERATORS if rank == OWNER else ()))
+        identity = Identity("job", {}, frozenset(self.own if rank == OWNER else ()))
         replicator = Replicator(transport, peers, owners)
         return ReplicationWorker(
             self.stores[rank], replicator, transport, SystemClock(), identity,
@@ -144,9 +144,32 @@ class Pair:
         assert tasks[OWNER].status is Status.PROTECTED, [task.failures for task in tasks]
         return tasks[OWNER]
 
+    def protect_again(self, iteration: int) -> SnapshotTask:
+        """What is there of an iteration, as after the peer was replaced."""
+        plan = full_plan(iteration, OPERATORS)
+        tasks = [SnapshotTask(plan, (Piece("snapshot", plan),), None) for _ in self.workers]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda worker, task: worker.protect_again(task), self.workers, tasks))
+        return tasks[OWNER]
+
     def replica(self, iteration: int) -> dict[str, bytes]:
         with self.stores[PEER].open(SnapshotId(iteration, OWNER)) as reader:
             return {key: bytes(reader.read(key)) for key in reader.manifest.by_key}
+
+
+@pytest.mark.parametrize("own", [OPERATORS, ()], ids=["operators", "none"])
+def test_what_a_peer_lost_is_sent_again_also_by_a_rank_that_owns_no_operator_of_it(
+    own: Sequence[OperatorId], tmp_path: Path
+) -> None:
+    """It still has the trainer's state, without which no iteration can be recovered."""
+    trained = Trained()
+    pair = Pair(tmp_path, trained, own)
+    trained.train(1)
+    pair.protect(1)
+    pair.stores[PEER].free(SnapshotId(1, OWNER))
+    task = pair.protect_again(1)
+    assert task.status is Status.PROTECTED, task.failures
+    assert pair.replica(1) == trained.bytes()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import NewerFormat, UnreadableCheckpoint
+from ..errors import NewerFormat, OtherSecret, UnreadableCheckpoint
 from ..ports import Facts, Json, Layout, Manifest, Reader, SnapshotId, Store
 from ..storage.manifest import decode, encode
 
@@ -91,7 +91,8 @@ def carry_out(
 
     Raises:
         UnreadableCheckpoint: Memory does not have what was ordered any more.
-        NewerFormat: A later version wrote a snapshot of this name, which is left as it is.
+        NewerFormat, OtherSecret: A later version, or a job with a secret where this one has none or the other way
+            around, wrote a snapshot of this name, which is left as it is.
         StoreFailure: Storage refuses.
     """
     manifest = order.manifest
@@ -119,12 +120,12 @@ def is_stored(wanted: Manifest, storage: Store) -> bool:
         storage: Is looked into.
 
     Raises:
-        NewerFormat: A later version wrote a snapshot of this name.
+        NewerFormat, OtherSecret: As `carry_out`.
     """
     try:
         with storage.open(wanted.snapshot) as reader:
             facts = reader.manifest.facts
-    except NewerFormat:
+    except (NewerFormat, OtherSecret):
         raise
     except UnreadableCheckpoint:
         return False

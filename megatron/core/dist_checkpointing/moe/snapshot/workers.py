@@ -268,7 +268,18 @@ class ReplicationWorker:
     def protect_again(self, task: SnapshotTask) -> None:
         """Replicate sealed pieces of this rank to peers that lack them, as after a node was replaced."""
         task.status = Status.SEALED
-        held = [piece for piece in task.pieces if not self._identity.operators.isdisjoint(piece.plan.parts)]
+        try:
+            sealed = {(one.iteration, one.kind) for one in self._store.snapshots(self._transport.rank).sealed}
+        except StoreFailure as error:  # peers wait for this rank in the exchange
+            task.failures.append(str(error))
+            sealed = set()
+        # All ranks have the first piece of a snapshot, with the trainer's state: also one that owns no operator in it.
+        own = self._identity.operators
+        held = [
+            piece
+            for piece in task.pieces
+            if (piece.plan.iteration, piece.kind) in sealed or not own.isdisjoint(piece.plan.parts)
+        ]
         self._replicate(task, held)
 
     def free(self, names: Collection[tuple[int, str]], *, own: bool = True) -> None:

@@ -19,11 +19,11 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import NewerFormat, OtherSecret, UnreadableCheckpoint, UsageError, reason
+from ..errors import NewerFormat, OtherSecret, UnreadableCheckpoint, UsageError, WrongSecret, reason
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
 from .base import SnapshotReader
 from .manifest import MOST_BYTES, decode
@@ -106,17 +106,20 @@ class SlotReader:
         return tuple(entry for entry in map(SlotEntry.parse, names) if entry)
 
     def snapshots(self, rank: int | None = None) -> Listing:
-        sealed, torn = [], []
+        sealed, torn, signed = [], list[Torn](), set[str]()
         for entry in self.entries():
             if rank not in (None, entry.snapshot.rank):
                 continue
             try:
                 found = self._is_sealed(entry)
             except UnreadableCheckpoint as error:
-                is_newer = isinstance(error, (NewerFormat, OtherSecret))
-                torn.append(Torn(entry.snapshot, str(self.directory / entry.name), str(error), is_newer=is_newer))
+                is_newer, path = isinstance(error, (NewerFormat, OtherSecret)), str(self.directory / entry.name)
+                torn.append(Torn(entry.snapshot, path, str(error), is_newer=is_newer))
+                signed |= {path} if isinstance(error, WrongSecret) else set()
             else:
                 sealed += [entry.snapshot] if found else []
+        if rank is None and not sealed:  # where this secret opens nothing, it is another one: that is no damage
+            torn = [replace(one, is_newer=one.is_newer or one.path in signed) for one in torn]
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: (one.snapshot, one.path))))
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
