@@ -58,6 +58,10 @@ class Trainer:
     def restore(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> None:
         self.values, self.random = dict(scalars), bytes(tensors["torch"])
 
+    def misfit(self, scalars: Mapping[str, Json]) -> str:
+        """There are no flags."""
+        return ""
+
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
         """Nothing is made again but state of operators."""
         return ""

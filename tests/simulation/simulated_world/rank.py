@@ -44,6 +44,10 @@ class FakeTrainerState:
             self._model.set(key, data)
         self._model.iteration = iteration
 
+    def misfit(self, scalars: Mapping[str, Json]) -> str:
+        """There are no flags."""
+        return ""
+
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
         """Nothing is made again but state of operators."""
         return ""

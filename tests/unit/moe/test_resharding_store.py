@@ -6,6 +6,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,16 @@ def test_each_rank_reads_its_own_state_from_the_shares_of_the_other_layout(folde
         assert (np.frombuffer(counts, np.float32) == 0).all()
         assert random[0] == 2 * rank, "of the rank at the same data-parallel coordinate"
     assert flat == [*WHOLE.reshape(-1)]
+
+
+def test_a_shard_of_one_element_takes_the_step_count_of_any_rank(folder: Path) -> None:
+    keys = {"w[47:48]/master": Part.MASTER, "w[47:48]/step": Part.MOMENTS}
+    alone = tuple(
+        LiveTensor(Field(key, "float32", (1,), part, OPERATOR), RecordKey.parse(key), in_forward=False)
+        for key, part in keys.items()
+    )
+    with view(folder, live=live_of(0, tensors=alone)).open(SnapshotId(4, 0)) as reader:
+        assert [np.frombuffer(bytes(reader.read(key)), np.float32).item() for key in keys] == [WHOLE[-1, -1], 4.0]
 
 
 def test_parameter_groups_and_loss_scalers_are_as_many_as_this_rank_has(folder: Path) -> None:
@@ -285,6 +296,24 @@ def test_what_all_ranks_have_in_memory_is_read_where_storage_got_a_part_by_anoth
     store.use_memory(memory)  # type: ignore[arg-type]
     with store.open(SnapshotId(4, 0)) as reader:
         assert not reader.verify()
+
+
+def test_a_record_that_is_damaged_in_memory_is_read_from_storage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank, place in product(range(OLD.world_size), ("memory", "storage")):
+        put(FilesystemStore(tmp_path / place, rank), rank, share(rank))
+    (segment,) = (tmp_path / "memory" / SnapshotId(4, 2).name).glob(SEGMENT)
+    with segment.open("r+b") as file:
+        file.write(bytes([255] * 16))
+    storage, memory = (FilesystemStore(tmp_path / name, 0) for name in ("storage", "memory"))
+    store = ReshardingStore(storage, lambda: live_of(0), facts_of(NEW), 0, inexact=False)
+    store.use_memory(memory)  # type: ignore[arg-type]
+    with caplog.at_level("WARNING"), store.open(SnapshotId(4, 0)) as reader:
+        assert not reader.verify()
+        weight = np.frombuffer(bytes(reader.read("w[0:27]/master")), np.float32)
+    assert [*weight] == [*WHOLE.reshape(-1)[:27]]
+    assert "using the copy in storage" in caplog.text
 
 
 def test_a_window_of_iterations_is_refused_with_what_converts_it(tmp_path: Path) -> None:

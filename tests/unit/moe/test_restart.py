@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
 from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
+from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.resharding.store import PreviousWindow
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
@@ -199,3 +200,24 @@ def test_while_peers_replay_logs_take_no_more_memory_than_the_strategy_had_room_
     del own.carry_out
     assert own.carry_out() is waiting and own.prepare(7)
     assert asked == [3]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_a_replay_that_came_out_as_recorded_is_parked_for_the_next_recovery(exact: bool) -> None:
+    """Which would call it exact: it sees nothing of this one."""
+    own, did = restart(None)
+    outcome, replay = SimpleNamespace(table=SimpleNamespace(lines=list)), Replay.__new__(Replay)
+    own.recovery = SimpleNamespace(  # type: ignore[assignment]
+        plan=SimpleNamespace(target=7), timeline=(), carry_out=lambda: replay, is_exact=lambda _: exact,
+        finish=lambda _: outcome, close=lambda: did.append("closed"),
+    )  # fmt: skip
+    own.survivor = SimpleNamespace(  # type: ignore[assignment]
+        set_lineage=lambda identity, iteration, phase: did.append(phase.name), resize_logs=lambda logged: None,
+        park_again=lambda data: did.append("parked") or "",
+    )  # fmt: skip
+    own.strategy = SimpleNamespace(logged=3, to_data=lambda: None)  # type: ignore[assignment]
+    own.identity = Identity("run", {}, frozenset())
+    del own.carry_out
+    assert own.carry_out() is replay
+    assert own.rejoin() is outcome
+    assert did == (["REJOINING", "closed", "parked"] if exact else ["REPLAYING"])

@@ -236,6 +236,14 @@ class LiveTrainerState:
         _load_scalers(self._optimizer, saved["grad_scalers"])
         self.iteration = int(saved[ITERATION])
 
+    def misfit(self, scalars: Mapping[str, Json]) -> str:
+        """As `ports.TrainerState.misfit`."""
+        schedules = ((name, value) for name, value in self._schedules().items() if name in scalars)
+        path = next(filter(None, (_other_shape(value, scalars[name], name) for name, value in schedules)), "")
+        return path and (
+            f"has another {path} than this job: it was made with other flags of the optimizer or the loss scale"
+        )
+
     def _check(self, scalars: Mapping[str, Json], tensors: Mapping[str, memoryview]) -> tuple[str, ...]:
         """Which random states were made on another kind of device, where that can be accepted."""
         live = self.tensors()
@@ -245,13 +253,8 @@ class LiveTrainerState:
         )
         if missing:
             raise UnreadableCheckpoint(f"the snapshot lacks trainer state: {', '.join(missing)}")
-        for name, value in self._schedules().items():
-            path = _other_shape(value, scalars[name], name)
-            if path:
-                raise UnreadableCheckpoint(
-                    f"the snapshot's trainer state has another {path} than this job: it was made with other flags of"
-                    " the optimizer or the loss scale"
-                )
+        if problem := self.misfit(scalars):
+            raise UnreadableCheckpoint(f"the snapshot's trainer state {problem}")
         foreign = of_another_device(tensors)
         for name, view in live.items():
             if tensors[name].nbytes != view.nbytes and name not in foreign:

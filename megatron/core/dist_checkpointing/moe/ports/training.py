@@ -35,6 +35,9 @@ class TrainerState(Protocol):
             UnreadableCheckpoint: Something is missing.
         """
 
+    def misfit(self, scalars: Mapping[str, Json]) -> str:
+        """Why `restore` would refuse these `scalars` whichever copy they are from, as flags are others; else empty."""
+
     def difference(self, tensors: Mapping[str, memoryview]) -> str:
         """After an iteration that was run again: what of the live state is not that of these `tensors`, which were
         captured when it ran first, of all that such an iteration makes again; empty if nothing. Random states may be

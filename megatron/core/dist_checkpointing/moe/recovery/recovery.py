@@ -256,6 +256,15 @@ class Recovery:
             self._plan = self._planned()
         return None
 
+    def is_exact(self, replay: Replay) -> bool:
+        """Whether what this rank ran again came out as recorded, as far as one rank knows: in a replay over several
+        stages the others may have compared it."""
+        plan, topology = self._plan, self._job.topology
+        segment = segment_of(plan, self._rank, topology) if plan is not None else None
+        if segment is None or self._job.config.replay_tolerance:
+            return False
+        return len(segment.stages) > 1 or compared_in(segment, replay.compared, topology).issuperset(segment.replayed)
+
     def close(self) -> None:
         """Nothing more is read from what this rank held open for the plan: its state is that of the target."""
         if self._attempt is not None:

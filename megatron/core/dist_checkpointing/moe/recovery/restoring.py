@@ -188,9 +188,9 @@ class RestoreTask:
         """Fill the live state with NaN, then with that of the base, and with what a merge takes from before it; where
         it is that of the base already, nothing is copied. A collective.
 
-        Raises UsageError, on all ranks before anything is written, where state is in other dtypes.
+        Raises UsageError, on all ranks before anything is written, where state is in other dtypes or of other flags.
         """
-        raise_on_all_ranks(self._ports.transport, self._check_dtypes)
+        raise_on_all_ranks(self._ports.transport, self._check_flags)
         if self._resumed is not None:
             self._continue(self._resumed)
             return
@@ -209,8 +209,9 @@ class RestoreTask:
         if self._refused:
             raise RefusedCopies(self._refused)
 
-    def _check_dtypes(self) -> None:
-        """All copies are in those of before, and none is damaged. As many bytes may be other values: fp16 and bf16."""
+    def _check_flags(self) -> None:
+        """All copies have the dtypes and schedules of before, and none is damaged: no other copy, and nothing older,
+        would fit. As many bytes may be other values: fp16 and bf16."""
         now = self._ports.dtypes()
         for need, reader in self._held:
             for one in reader.manifest.layout.fields:
@@ -220,6 +221,13 @@ class RestoreTask:
                         " with the dtypes of before (--bf16, --fp16, --main-params-dtype, --exp-avg-dtype,"
                         " --exp-avg-sq-dtype), or begin from a checkpoint under another job id"
                     )
+        trainer = self.having("trainer", self._base) if self._resumed is None else None
+        scalars = trainer[1].manifest.facts.scalars["trainer"] if trainer is not None else None
+        if isinstance(scalars, Mapping) and (problem := self._ports.trainer.misfit(scalars)):
+            raise UsageError(
+                f"the trainer state of iteration {self._base} {problem}; start with the flags of before, or begin from"
+                " a checkpoint under another job id"
+            )
 
     def _continue(self, kept: KeptReplay) -> None:
         """Operators that are still frozen in the next iteration have compute weights only."""

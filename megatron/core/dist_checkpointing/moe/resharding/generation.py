@@ -327,7 +327,8 @@ def _scalars(manifest: Manifest) -> _ForeignScalars:
 
 def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange], moves: bool) -> tuple[ReadPlan, ...]:
     key, record = tensor.key, tensor.record
-    if key.own_of is None and record.shape == (key.elements.numel,) and not key.field.endswith("_scale"):
+    counts = key.own_of is not None or key.field == _STEP or key.field.endswith("_scale")
+    if not counts and record.shape == (key.elements.numel,):
         return plan_reads(key.tensor, live.grid(tensor), stored, key.elements, live.rank)
     # Step counts, scales, and what each rank counts for itself: right only where all stored the same.
     numel = record.shape[0]

@@ -17,7 +17,7 @@ from ..errors import NotAccepted, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
 from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
-from ..types.layout import is_same_layout
+from ..types.layout import Record, is_same_layout
 from .generation import (
     Assembly,
     Generation,
@@ -123,6 +123,60 @@ class ReadableMemory(Protocol):
 
     def open(self, snapshot: SnapshotId) -> Reader:
         """As `ports.Store.open`."""
+
+
+class AnyCopy:
+    """A `ports.Reader` of a snapshot of which there are several copies: by what they are called, how each is opened."""
+
+    def __init__(self, snapshot: SnapshotId, copies: Iterable[tuple[str, Callable[[], Reader]]]) -> None:
+        self._snapshot, self._left = snapshot, list(copies)
+        self._reader = self._next("")
+
+    @property
+    def manifest(self) -> Manifest:
+        """As `ports.Reader.manifest`."""
+        return self._reader.manifest
+
+    def read(self, key: str) -> memoryview:
+        """As `ports.Reader.read`."""
+        while True:
+            try:
+                return self._reader.read(key)
+            except UnreadableCheckpoint as error:
+                expected = self._reader.manifest.by_key[key].xxh3
+                self._reader.close()
+                self._reader = self._next(str(error))
+                found = self._reader.manifest.by_key.get(key)
+                if found is None or found.xxh3 != expected:
+                    raise UnreadableCheckpoint(
+                        f"the {self._snapshot}: two copies differ in {key}, and one of them is damaged"
+                    ) from error
+
+    def verify(self) -> tuple[Record, ...]:
+        """As `ports.Reader.verify`."""
+        return self._reader.verify()
+
+    def close(self) -> None:
+        """As `ports.Reader.close`."""
+        self._reader.close()
+
+    def __enter__(self) -> AnyCopy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, why: str) -> Reader:
+        """The next copy that can be opened. Raises UnreadableCheckpoint where none is left."""
+        while self._left:
+            name, opened = self._left.pop(0)
+            if why:
+                log.warning("%s; using the copy %s", why, name)
+            try:
+                return opened()
+            except UnreadableCheckpoint as error:
+                why = str(error)
+        raise UnreadableCheckpoint(why)
 
 
 class ReshardingStore:
@@ -275,12 +329,13 @@ class ReshardingStore:
 
     def _open_source(self, generation: Generation, snapshot: SnapshotId) -> Reader:
         """A share of a generation, in memory or in storage. Raises UnreadableCheckpoint."""
-        wanted = generation.manifests[snapshot.rank]
-        if self._memory is not None and snapshot in self._memory.snapshots().sealed:
-            reader = self._memory.open(snapshot)
-            if reader.manifest.checksums == wanted.checksums:
-                return reader
-            reader.close()
+        in_storage = ("in storage", partial(self._store.open, snapshot))
+        if self._memory is None or snapshot not in self._memory.snapshots().sealed:
+            return AnyCopy(snapshot, [in_storage])
+        reader = AnyCopy(snapshot, [("in memory", partial(self._memory.open, snapshot)), in_storage])
+        if reader.manifest.checksums == generation.manifests[snapshot.rank].checksums:
+            return reader
+        reader.close()
         return self._store.open(snapshot)
 
     def _assembly(self, generation: Generation) -> Assembly | UnreadableCheckpoint:

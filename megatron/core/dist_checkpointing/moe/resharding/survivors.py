@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -38,9 +39,9 @@ from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
 from ..storage.ownership import OWNER_FILE, SLOT, live_owner
 from ..storage.slot_reader import SlotReader
-from ..types.layout import Record, is_same_layout
+from ..types.layout import is_same_layout
 from .record_server import RecordServer, RemoteRecords
-from .store import PreviousWindow, ReshardingStore
+from .store import AnyCopy, PreviousWindow, ReshardingStore
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,8 @@ class SurvivingMemory:
         holders = self._holders.get(snapshot, ())
         if not holders:
             raise UnreadableCheckpoint(f"the {snapshot} is in no memory of this job")
-        return _AnyCopy(snapshot, holders, self._open_at)
+        copies = ((f"of rank {one.rank}", partial(self._open_at, one, snapshot)) for one in holders)
+        return AnyCopy(snapshot, copies)
 
     def close(self) -> None:
         """Nothing is read any more: all ranks have what they need."""
@@ -151,61 +153,6 @@ class SurvivingMemory:
         if rank not in self._remote:
             self._remote[rank] = RemoteRecords(rank, self._places[rank], self._timeout_s)
         return self._remote[rank].open(snapshot)
-
-
-class _AnyCopy:
-    """A `ports.Reader` of a snapshot of which several ranks have a copy."""
-
-    def __init__(
-        self, snapshot: SnapshotId, holders: Sequence[_Holder], open_: Callable[[_Holder, SnapshotId], Reader]
-    ) -> None:
-        self._snapshot, self._left, self._open = snapshot, list(holders), open_
-        self._reader = self._next("")
-
-    @property
-    def manifest(self) -> Manifest:
-        """As `ports.Reader.manifest`."""
-        return self._reader.manifest
-
-    def read(self, key: str) -> memoryview:
-        """As `ports.Reader.read`."""
-        while True:
-            try:
-                return self._reader.read(key)
-            except UnreadableCheckpoint as error:
-                expected = self._reader.manifest.by_key[key].xxh3
-                self._reader.close()
-                self._reader = self._next(str(error))
-                if self._reader.manifest.by_key[key].xxh3 != expected:
-                    raise UnreadableCheckpoint(
-                        f"the {self._snapshot}: two ranks have copies that differ in {key}, and one of them is damaged"
-                    ) from error
-
-    def verify(self) -> tuple[Record, ...]:
-        """As `ports.Reader.verify`."""
-        return self._reader.verify()
-
-    def close(self) -> None:
-        """As `ports.Reader.close`."""
-        self._reader.close()
-
-    def __enter__(self) -> _AnyCopy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _next(self, why: str) -> Reader:
-        """The copy of the next holder. Raises UnreadableCheckpoint where none is left."""
-        while self._left:
-            holder = self._left.pop(0)
-            if why:
-                log.warning("%s; using the copy of rank %d", why, holder.rank)
-            try:
-                return self._open(holder, self._snapshot)
-            except UnreadableCheckpoint as error:
-                why = str(error)
-        raise UnreadableCheckpoint(why)
 
 
 def _slots_without_process(directory: Path) -> list[Path]:

@@ -314,11 +314,14 @@ class Restart:
         """Wait until all ranks stand at the target. Raises PeerLost."""
         waited = isinstance(self._todo, Waiting) and self._todo.roll is None
         if not waited and self.survivor is not None:
-            # Here too the next replay should not have to begin before this state.
-            self.recovery.close()  # all is read, and what is parked now needs the memory of what was parked before
-            self._attend(self._target, StepPhase.REJOINING)
-            if problem := self.survivor.park_again(self.strategy.to_data()):
-                log.error("rank %d: %s", self.control.rank, problem)
+            # A parked state counts as exact in the next recovery, which sees nothing of this replay.
+            exact = self.replay is None or self.recovery.is_exact(self.replay)
+            self._attend(self._target, StepPhase.REJOINING if exact else StepPhase.REPLAYING)
+            if exact:
+                # Here too the next replay should not have to begin before this state.
+                self.recovery.close()  # all is read, and what is parked needs the memory of what was parked before
+                if problem := self.survivor.park_again(self.strategy.to_data()):
+                    log.error("rank %d: %s", self.control.rank, problem)
         # Here all ranks meet, each as soon as it has done its part.
         outcome = self.recovery.finish(self.replay)
         self._todo = None
