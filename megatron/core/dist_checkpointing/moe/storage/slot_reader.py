@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import NewerFormat, OtherSecret, UnreadableCheckpoint, UsageError, WrongSecret, reason
+from ..types import PARKED
 from ..types.layout import Listing, Manifest, Record, SnapshotId, Torn
 from .base import SnapshotReader
 from .manifest import MOST_BYTES, decode
@@ -115,7 +116,8 @@ class SlotReader:
             except UnreadableCheckpoint as error:
                 is_newer, path = isinstance(error, (NewerFormat, OtherSecret)), str(self.directory / entry.name)
                 torn.append(Torn(entry.snapshot, path, str(error), is_newer=is_newer))
-                signed |= {path} if isinstance(error, WrongSecret) else set()
+                # Of parked state a slot has one, which is damaged alone.
+                signed |= {path} if isinstance(error, WrongSecret) and entry.snapshot.kind != PARKED else set()
             else:
                 sealed += [entry.snapshot] if found else []
         if rank is None and not sealed:  # where this secret opens nothing, it is another one: that is no damage
