@@ -1,7 +1,7 @@
-"""MoC Fig. 14 (a) and Table 3: validation loss over training and downstream accuracy by what PEC leaves out.
+"""MoC Fig. 14 and Table 3, PEC Fig. 6: loss over training and accuracy by what PEC leaves out, of text and of images.
 
-From real training under SIGKILLs: docs/results/accuracy-campaign.json, which `python examples/accuracy/campaign.py`
-makes.
+From real training under SIGKILLs: docs/results/accuracy-campaign.json and vision-accuracy.json, which `python
+examples/accuracy/campaign.py` and `python examples/accuracy/vision.py` make.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_ckpt.simulator.events import Estimate, estimate
 
-from .figure import Figure, measured
+from .figure import Figure, lines, measured
 from .machine import UNKNOWN_COMMIT
 
 FILE, COMMAND = "accuracy-campaign.json", "python examples/accuracy/campaign.py"
@@ -21,6 +21,12 @@ SERIES = {"fault-free": "without faults", "full": "baseline", "pec K=1 W": "W", 
 """Runs of the campaign, and what the paper calls them."""
 
 TASKS = ("cloze", "original")
+VISION_FILE, VISION_COMMAND = "vision-accuracy.json", "python examples/accuracy/vision.py"
+VISION = {
+    "fault-free": "without faults", "one bit": "without faults, another bit", "sequential": "one expert, in turn",
+    "load-aware": "one expert, by load", "stale": "one expert, in turn, rarely",
+}  # fmt: skip
+"""Runs of the vision model, and what they are."""
 
 
 @cache
@@ -68,6 +74,23 @@ def off(name: str) -> tuple[Estimate, Estimate]:
     return estimate([one["loss"] / other["loss"] - 1 for one, other in pairs]), estimate(points)
 
 
+@cache
+def vision() -> dict[str, Any]:
+    """All of the vision model. Raises UsageError where there was none."""
+    return measured(VISION_FILE, VISION_COMMAND)
+
+
+def seen(name: str) -> list[dict[str, Any]]:
+    """The runs of one name of the vision model, by seed."""
+    return sorted((run for run in vision()["runs"] if run["name"] == name), key=lambda run: int(run["seed"]))
+
+
+def vision_off(name: str) -> Estimate:
+    """How far test accuracy is off the runs without faults of the same seeds, in points."""
+    baseline = {run["seed"]: run["accuracy"] for run in seen("fault-free")}
+    return estimate([100 * (run["accuracy"] - baseline[run["seed"]]) for run in seen(name)])
+
+
 def present() -> Sequence[str]:
     """Of the series, what was trained."""
     known = {run["name"] for run in runs()}
@@ -82,22 +105,41 @@ def figure() -> Figure:
     low, high = min(one.mean for one in partial), max(one.mean for one in partial)
     beyond = sum(one.is_beyond() for one in partial)
     curves = {name: curve(name) for name in found}
+    images = {name: vision_off(name) for name in VISION}
+    clear = [VISION[name] for name, one in images.items() if one.is_beyond()]
+    trained = {
+        name: [fmean(part) for part in zip(*(run["curve"] for run in seen(name)), strict=True)] for name in VISION
+    }
 
     def draw(axes: list[Any]) -> None:
         for name, points in curves.items():
             axes[0].plot(*zip(*points, strict=True), label=SERIES[name])
-        axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)")
+        axes[0].set(xlabel="iteration", ylabel="validation loss (nats/byte)", title="(a) text")
         axes[0].legend()
+        step = vision()["iterations"] / len(trained["fault-free"])
+        at = [round(step * number) for number in range(1, 1 + len(trained["fault-free"]))]
+        lines(
+            axes[1], at, {VISION[name]: points for name, points in trained.items()}, xlabel="iteration",
+            ylabel="training loss (nats/image)", title="(b) images",
+        )  # fmt: skip
 
     return Figure(
         "moc_fig14",
-        {"runs": found, "curves": curves, "deviation": [low / 100, high / 100]},
+        {"runs": found, "curves": curves, "deviation": [low / 100, high / 100], "vision": vision()["runs"]},
         (
             ((SERIES[name], one["snapshot"], one["plt"], f"{one['loss']:.4f}",
               f"{apart[name][0]:+.2%}",
               *(f"{100 * one[task]:.2f}" for task in TASKS),
               f"{apart[name][1]:+.2f}") for name, one in found.items()),
+            ((VISION[name], fmean(run["plt"] for run in seen(name)),
+              f"{fmean(run['curve'][-1] for run in seen(name)):.3f}",
+              f"{100 * fmean(run['accuracy'] for run in seen(name)):.2f}",
+              f"{one:+.2f}") for name, one in images.items()),
         ),
         draw,
-        values={"low": low, "high": high, "beyond": beyond or "none", "runs": told(runs())},
+        values={
+            "low": low, "high": high, "beyond": beyond or "none", "runs": told(runs()), "vision": vision(),
+            "vision_seeds": len(seen("fault-free")), "rarely": vision()["iterations"] // 10,
+            "clear": ", ".join(clear) or "none",
+        },
     )  # fmt: skip

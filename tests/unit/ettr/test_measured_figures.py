@@ -141,7 +141,9 @@ def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, mo
     found_runs = campaign()
     found_runs["runs"].append(found_runs["runs"][0] | {"seed": 3, "loss": 9.0, "validation": [[10, 9.0], [20, 9.0]]})
     (tmp_path / moc_fig14.FILE).write_text(json.dumps(found_runs))
+    (tmp_path / moc_fig14.VISION_FILE).write_text(json.dumps(of_images()))
     moc_fig14.runs.cache_clear()
+    moc_fig14.vision.cache_clear()
     try:
         assert moc_fig14.curve("fault-free") == moc_fig14.curve("full")  # from the seeds of all strategies
         assert moc_fig14.curve("full") == [(10, pytest.approx(3.15)), (20, pytest.approx(2.15))]
@@ -149,10 +151,27 @@ def test_accuracy_by_what_is_left_out_is_that_of_the_campaign(tmp_path: Path, mo
         assert found.data["deviation"] == pytest.approx([-0.01, 0.02])
         assert [row[0] for row in found.report.tables[0].rows] == ["without faults", "baseline", "W", "WO"]
         assert found.report.notes[0].startswith(
-            "From [runs of the campaign](accuracy-campaign.md), seeds 1, commit 1; 2, commit 2; ±"
+            "(a): from [runs of the campaign](accuracy-campaign.md), seeds 1, commit 1; 2, commit 2; ±"
         )
+        turn, load = found.report.tables[1].rows[2:4]
+        assert (turn[0], turn[-1]) == ("one expert, in turn", "+0.00 ± 12.71")
+        assert (load[0], load[-1]) == ("one expert, by load", "+2.00 ± 0.00")
+        assert "Beyond their own interval: one expert, by load." in found.report.notes[-1]
     finally:
         moc_fig14.runs.cache_clear()
+        moc_fig14.vision.cache_clear()
+
+
+def of_images() -> dict[str, Any]:
+    right = {"fault-free": (0.7, 0.8), "one bit": (0.7, 0.8), "sequential": (0.71, 0.79), "load-aware": (0.72, 0.82)}
+    right["stale"] = (0.7, 0.8)
+    runs = [
+        {"seed": seed, "name": name, "plt": 0.03, "curve": [2.0, 1.0], "accuracy": accuracy[seed - 1]}
+        for name, accuracy in right.items()
+        for seed in (2, 1)
+    ]
+    found = {"iterations": 40, "images": 8, "kills": 4, "tests": 100, "release": "a release", "made": "a commit"}
+    return found | {"runs": runs}
 
 
 def test_losses_with_dropped_tokens_are_compared_with_those_of_the_same_seed(
