@@ -30,6 +30,17 @@ def test_a_job_that_ends_gives_its_memory_back(new_job, undisturbed) -> None:
 
 
 @pytest.mark.ci
+def test_a_job_that_is_killed_behind_its_last_checkpoint_ends_well_though_it_runs_iterations_again(
+    new_job, undisturbed, tmp_path: Path
+) -> None:
+    flags = (*SPARSE, "--save", tmp_path, "--save-interval", 3, "--moe-ckpt-inject-fault", f"1@{ITERATIONS}:end")
+    job = new_job(PAIR)
+    job.run(*flags, codes={KILLED, 1})
+    job.run(*flags)
+    assert job.records() == undisturbed(PAIR)
+
+
+@pytest.mark.ci
 def test_a_job_that_leaves_at_an_interval_says_so_and_continues_from_memory(
     new_job, undisturbed, tmp_path: Path
 ) -> None:
@@ -59,14 +70,14 @@ def test_a_job_that_finds_no_checkpoint_where_it_must_fails_in_one_line(new_job,
 @pytest.mark.full
 def test_a_job_whose_replay_comes_to_where_it_had_to_leave_leaves_there(new_job, undisturbed, tmp_path: Path) -> None:
     """A stage that was parked stands behind it, and one that replays decides nothing."""
-    job, fault = new_job(PAIR), ("--moe-ckpt-inject-fault", "1@4:step")
-    flags = (*SPARSE, "--exit-interval", 4, "--save", tmp_path, "--save-interval", 1000, *fault)
+    job, fault, save = new_job(PAIR), ("--moe-ckpt-inject-fault", "1@5:step"), tmp_path / "save"
+    flags = (*SPARSE, "--exit-interval", 5, "--save", save, "--save-interval", 1000, *fault)
     job.run(*flags, codes={KILLED, 1})
-    outcome = job.run(*flags)
+    outcome = job.run(*flags, hooks=[partial(under_a_launcher, str(tmp_path))])
     assert any("local rollback" in line for line in outcome.lines), outcome.said
-    assert {job.ran(rank)[-1] for rank in range(2)} == {4}
-    assert (tmp_path / "iter_0000004").is_dir()
-    job.run(*flags, "--load", tmp_path)
+    assert {job.ran(rank)[-1] for rank in range(2)} == {5}
+    assert (save / "iter_0000005").is_dir() and (tmp_path / "early").is_file()
+    job.run(*flags, "--load", save)
     assert job.records() == undisturbed(PAIR)
 
 

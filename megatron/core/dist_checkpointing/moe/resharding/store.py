@@ -143,9 +143,9 @@ class AnyCopy:
             try:
                 return self._reader.read(key)
             except UnreadableCheckpoint as error:
-                expected = self._reader.manifest.by_key[key].xxh3
-                self._reader.close()
+                failed, expected = self._reader, self._reader.manifest.by_key[key].xxh3
                 self._reader = self._next(str(error))
+                failed.close()
                 found = self._reader.manifest.by_key.get(key)
                 if found is None or found.xxh3 != expected:
                     raise UnreadableCheckpoint(

@@ -5,9 +5,10 @@ may stand apart: those of the stages that lost their state have to run iteration
 one step makes it with the gradients that it had kept (a roll forward), the others wait with the state that they had
 parked. Each does its part alone, in any order, and all meet in `rejoin`.
 
-A second fault may strike meanwhile. So from its own target on each rank parks, and logs, under the timeline that is
-being recovered: what is kept then belongs to the past of this recovery and not to an attempt of its own, and the next
-restart can use it. Within a replay or a roll forward a rank keeps nothing: what it began from is still sealed.
+A second fault may strike meanwhile. So from its own target on each rank parks, if what it ran again was exact, and
+logs, under the timeline that is being recovered: what is kept then belongs to the past of this recovery and not to an
+attempt of its own, and the next restart can use it. Within a replay or a roll forward a rank keeps nothing: what it
+began from is still sealed.
 """
 
 from __future__ import annotations

@@ -81,11 +81,12 @@ def protected[Result](
             try:
                 return pretrain(*arguments, **options)
             except SystemExit as ending:
-                args = loop.get_args()
-                # Set by each iteration that begins; core ends so with `--exit-interval` and the like, and by a signal.
-                last = getattr(args, "curr_iteration", None)
-                if not ending.code and last is not None and last + 1 < args.train_iters:
-                    leave_early()
+                with suppress(AssertionError):  # core 0.17 reads its flags in here: `--help` ends before they are known
+                    args = loop.get_args()
+                    # Set by each iteration that begins; core ends so with `--exit-interval` and the like, and SIGTERM.
+                    last = getattr(args, "curr_iteration", None)
+                    if not ending.code and last is not None and last + 1 < args.train_iters:
+                        leave_early()
                 raise
 
     return run

@@ -275,8 +275,6 @@ class Hooks:
             manager.begin()
         self._common = CommonIterations(self._loop)
         recovered, self._loaded = iteration > 0 and not loaded, iteration if loaded else -1
-        # As with --ckpt-step: what an earlier training saved of iterations ahead says nothing of this one's.
-        self._has_other_past = any_rank(newest_iteration(args.save) > iteration)
         self._saves.protect(model, loaded=loaded)
         self._catch_up = DeferredSaves(self._loop, state, manager, recovered=recovered)
         self._catch_up.agree()
@@ -360,6 +358,7 @@ class Hooks:
         else:
             self._join()
             if self._leaves:  # as core's own step leaves the loop
+                args.curr_iteration -= 1  # this one is not made: by it `protected` knows whether training has ended
                 return {}, True, False, True, 0, None, None, 0
             self._common.begin()
         replayed, started_s = manager.is_replaying, time.monotonic()
@@ -404,6 +403,8 @@ class Hooks:
             self._joined = True
             self._manager.rejoin()
             self._quiet.end()
+            # As with --ckpt-step: what an earlier training saved of iterations ahead says nothing of this one's.
+            self._has_other_past = newest_iteration(self._args.save) > self._manager.iteration
             self._leaves = self._catch_up.make_up()
             self._quiet.forget_losses()
             self._quiet.go_on()
