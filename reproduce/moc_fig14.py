@@ -127,14 +127,14 @@ def figure() -> Figure:
         "moc_fig14",
         {"runs": found, "curves": curves, "deviation": [low / 100, high / 100], "vision": vision()["runs"]},
         (
-            ((SERIES[name], one["snapshot"], one["plt"], f"{one['loss']:.4f}",
+            [(SERIES[name], one["snapshot"], one["plt"], f"{one['loss']:.4f}",
               f"{apart[name][0]:+.2%}",
               *(f"{100 * one[task]:.2f}" for task in TASKS),
-              f"{apart[name][1]:+.2f}") for name, one in found.items()),
-            ((VISION[name], fmean(run["plt"] for run in seen(name)),
+              f"{apart[name][1]:+.2f}") for name, one in found.items()],
+            [(VISION[name], fmean(run["plt"] for run in seen(name)),
               f"{fmean(run['curve'][-1] for run in seen(name)):.3f}",
               f"{100 * fmean(run['accuracy'] for run in seen(name)):.2f}",
-              f"{one:+.2f}") for name, one in images.items()),
+              f"{one:+.2f}") for name, one in images.items()],
         ),
         draw,
         values={
