@@ -81,8 +81,8 @@ def vision() -> dict[str, Any]:
 
 
 def seen(name: str) -> list[dict[str, Any]]:
-    """The runs of one name of the vision model, by seed."""
-    return sorted((run for run in vision()["runs"] if run["name"] == name), key=lambda run: int(run["seed"]))
+    """The runs of one name of the vision model."""
+    return [run for run in vision()["runs"] if run["name"] == name]
 
 
 def vision_off(name: str) -> Estimate:

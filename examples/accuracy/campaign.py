@@ -127,6 +127,18 @@ def main() -> int:
     return 1 if failures else 0
 
 
+def with_results(parser: argparse.ArgumentParser, tiny: str) -> argparse.Namespace:
+    """The flags of a script that keeps its data, with what its --tiny trains. Its folder `results` is made: what cannot
+    be written is known before hours of training. None with --tiny alone."""
+    parser.add_argument("--tiny", action="store_true", help=f"{tiny}: shows that it runs")
+    parser.add_argument("--results", type=Path, help="for the data (default: docs/results)")
+    arguments = parser.parse_args()
+    arguments.results = arguments.results or (None if arguments.tiny else RESULTS)
+    if arguments.results:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
 def published(folder: Path, scale: Scale) -> dict[tuple[int, str], dict[str, Any]]:
     """By seed and name, the runs of this scale that a page is made of."""
     path = folder / "accuracy-campaign.json"

@@ -30,17 +30,12 @@ WHOLE, TINY = 320, 6
 
 def main() -> int:
     """Train with each share from each seed, and keep what was found."""
-    from campaign import LAYOUT, RELEASE, RESULTS, scratch_disk
+    from campaign import LAYOUT, RELEASE, scratch_disk, with_results
     from demo_jobs import Size, revision, train
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1235, 1236])
-    parser.add_argument("--tiny", action="store_true", help="a few iterations and two shares: shows that it runs")
-    parser.add_argument("--results", type=Path, help="for the data (default: docs/results)")
-    arguments = parser.parse_args()
-    results = arguments.results or (None if arguments.tiny else RESULTS)
-    if results:
-        results.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before hours of training
+    arguments = with_results(parser, "a few iterations and two shares")
     iterations = TINY if arguments.tiny else WHOLE
     first = 1 + iterations // 11  # 1,000 iterations of the paper's 11,000 have no drops
     size = Size(iterations, iterations, 1 if arguments.tiny else 40, ())
@@ -53,8 +48,8 @@ def main() -> int:
                 runs.append({"seed": seed, "dropped": share, "loss": run.final})
                 print(runs[-1], flush=True)
     data = {"iterations": iterations, "first": first, "release": RELEASE, "made": made, "runs": runs}
-    if results:
-        (results / "dropped-tokens.json").write_text(json.dumps(data, indent=1) + "\n")
+    if arguments.results:
+        (arguments.results / "dropped-tokens.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 

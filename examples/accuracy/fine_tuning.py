@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from campaign import LAYOUT, RESULTS, Scale, asked, scratch_disk  # noqa: E402
+from campaign import LAYOUT, Scale, asked, scratch_disk, with_results  # noqa: E402
 from demo_jobs import DemoRun, Size, after, machine, train  # noqa: E402
 
 SEED = 1234
@@ -49,13 +49,8 @@ def main() -> int:
     """Train, ask, and keep what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pretrain", type=int, default=100, metavar="N", help="iterations before fine-tuning")
-    parser.add_argument("--tiny", action="store_true", help="a few iterations and questions: shows that it runs")
-    parser.add_argument("--results", type=Path, help="for the data (default: docs/results)")
-    arguments = parser.parse_args()
+    arguments = with_results(parser, "a few iterations and questions")
     scale, before = (TINY, 8) if arguments.tiny else (WHOLE, arguments.pretrain)
-    results = arguments.results or (None if arguments.tiny else RESULTS)
-    if results:
-        results.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before hours of training
     about = machine()
     with tempfile.TemporaryDirectory(prefix="fine-tuning-", dir=scratch_disk()) as name:
         folder = Path(name)
@@ -66,8 +61,8 @@ def main() -> int:
     data = (
         {"machine": after(about)} | asdict(scale) | {"pretrained": before, "seed": SEED, "flags": MODEL, "runs": runs}
     )
-    if results:
-        (results / "fine-tuning.json").write_text(json.dumps(data, indent=1) + "\n")
+    if arguments.results:
+        (arguments.results / "fine-tuning.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 

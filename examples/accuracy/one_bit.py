@@ -11,21 +11,25 @@ from unittest import mock
 
 import torch
 
-import pretrain_gpt_moe
 
-
-def flipped(*given: Any, **named: Any) -> Any:
-    """The model as `pretrain_gpt_moe.py` builds it, but for that bit, of its last weight."""
-    model = _build(*given, **named)
+def flip(model: torch.nn.Module) -> None:
+    """That bit, of the last weight of the model."""
     weight = list(model.parameters())[-1].data.view(-1)[:1]
     if weight.dtype != torch.float32:
         raise SystemExit(f"one_bit.py: weights are {weight.dtype}, not fp32: train without --bf16")
     weight.view(torch.int32).bitwise_xor_(1)
-    return model
 
-
-_build = pretrain_gpt_moe.model_provider
 
 if __name__ == "__main__":
+    import pretrain_gpt_moe
+
+    build = pretrain_gpt_moe.model_provider
+
+    def flipped(*given: Any, **named: Any) -> Any:
+        """The model as `pretrain_gpt_moe.py` builds it, but for that bit."""
+        model = build(*given, **named)
+        flip(model)
+        return model
+
     with mock.patch.object(pretrain_gpt_moe, "model_provider", flipped):
         sys.exit(pretrain_gpt_moe.train(sys.argv[1:]))

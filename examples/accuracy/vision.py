@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "vision_moe")]
 GIVEN = "MOE_CKPT_VISION"
 """Set for the processes that train: iterations, seed, and whether a bit is flipped."""
 WHOLE, TINY = 400, 24
-KILLS = (("1", 0.15, "forward-backward"), ("0", 0.4, "step"), ("1", 0.65, "start"), ("0", 0.9, "forward-backward"))
+KILLS = ((1, 0.15, "forward-backward"), (0, 0.4, "step"), (1, 0.65, "start"), (0, 0.9, "forward-backward"))
 """Rank, share of the iterations, and phase."""
 PEC = ("--moe-ckpt-strategy", "pec", "--moe-ckpt-pec-k-snapshot", "1", "--moe-ckpt-pec-selection")
 FLAGS: Mapping[str, tuple[str, ...]] = {
@@ -47,17 +47,12 @@ TESTS = 64
 
 def main() -> int:
     """Train from each seed in each way, and keep what was found."""
-    from campaign import RELEASE, RESULTS, scratch_disk
+    from campaign import RELEASE, scratch_disk, with_results
     from demo_jobs import revision
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--tiny", action="store_true", help="a few iterations, one way to select: shows that it runs")
-    parser.add_argument("--results", type=Path, help="for the data (default: docs/results)")
-    arguments = parser.parse_args()
-    results = arguments.results or (None if arguments.tiny else RESULTS)
-    if results:
-        results.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before all the training
+    arguments = with_results(parser, "a few iterations, one way to select")
     iterations = TINY if arguments.tiny else WHOLE
     made, runs = revision(), []
     for seed in arguments.seeds:
@@ -67,8 +62,8 @@ def main() -> int:
             print({key: value for key, value in runs[-1].items() if key != "curve"}, flush=True)
     data = {"iterations": iterations, "images": IMAGES, "tests": TESTS * IMAGES, "kills": len(KILLS)}
     data |= {"release": RELEASE, "made": made, "runs": runs}
-    if results:
-        (results / "vision-accuracy.json").write_text(json.dumps(data, indent=1) + "\n")
+    if arguments.results:
+        (arguments.results / "vision-accuracy.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 
@@ -107,6 +102,7 @@ def worker() -> int:
     """What each process runs: training, and then the test."""
     import torch
     import train as vision
+    from one_bit import flip
 
     def drawn(*numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Half of an iteration's images: stripes of random place and width, whose direction is the label, and noise."""
@@ -118,9 +114,6 @@ def worker() -> int:
         waves = torch.sin((1 + width) * (angle.cos() * at[:, None] + angle.sin() * at) + 2 * math.pi * phase)
         noise = torch.randn(count, 3, vision.PIXELS, vision.PIXELS, generator=source)
         return (waves[:, None] + NOISE * noise).cuda(), labels.cuda()
-
-    def flip(model: torch.nn.Module) -> None:
-        list(model.parameters())[-1].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
     given = json.loads(os.environ[GIVEN])
     seed, rank = given["seed"], int(os.environ["RANK"])

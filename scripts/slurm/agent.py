@@ -99,10 +99,8 @@ def _lead(argv: Sequence[str]) -> int | None:
             # Ranks leave what to do with their state in memory to a user, or what to mend before they read it.
             if code == 1:
                 keep()
-            elif code == 2 and holds_state(os.environ[NODE_NAME]):
-                keep()
-                _reported(options.rdzv_endpoint, REFUSED_WITH_STATE)
-                return code
+            elif code == REFUSED and holds_state(os.environ[NODE_NAME]):
+                return _refused_with_state(options.rdzv_endpoint)
         except NodeExcluded as error:
             sys.stderr.write(f"{error}\n")
             return NODE_LEAVES  # the others continue
@@ -112,9 +110,7 @@ def _lead(argv: Sequence[str]) -> int | None:
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
             closed = isinstance(error, RendezvousClosedError) and holds_state(os.environ[NODE_NAME])
             if closed and outcome_at(options.rdzv_endpoint) in (1, REFUSED, REFUSED_WITH_STATE):
-                keep()  # another node refuses to go on, which may lack what this one has
-                _reported(options.rdzv_endpoint, REFUSED_WITH_STATE)
-                return REFUSED
+                return _refused_with_state(options.rdzv_endpoint)  # the other node may lack what this one has
             return None
         # Of one node that is told to end, others may train on.
         return _reported(options.rdzv_endpoint, code, of_nodes=_more_than_spares() if code > 128 else 1)
@@ -122,6 +118,12 @@ def _lead(argv: Sequence[str]) -> int | None:
 
 def _more_than_spares() -> int:
     return int(os.environ.get("MOE_CKPT_SPARES", "0")) + 1
+
+
+def _refused_with_state(endpoint: str) -> int:
+    keep()
+    _reported(endpoint, REFUSED_WITH_STATE)
+    return REFUSED
 
 
 def _reported(endpoint: str, code: int, of_nodes: int = 1) -> int:

@@ -329,13 +329,12 @@ class ReshardingStore:
 
     def _open_source(self, generation: Generation, snapshot: SnapshotId) -> Reader:
         """A share of a generation, in memory or in storage. Raises UnreadableCheckpoint."""
-        in_storage = ("in storage", partial(self._store.open, snapshot))
-        if self._memory is None or snapshot not in self._memory.snapshots().sealed:
-            return AnyCopy(snapshot, [in_storage])
-        reader = AnyCopy(snapshot, [("in memory", partial(self._memory.open, snapshot)), in_storage])
-        if reader.manifest.checksums == generation.manifests[snapshot.rank].checksums:
-            return reader
-        reader.close()
+        if self._memory is not None and snapshot in self._memory.snapshots().sealed:
+            places = {"in memory": self._memory, "in storage": self._store}
+            reader = AnyCopy(snapshot, ((name, partial(place.open, snapshot)) for name, place in places.items()))
+            if reader.manifest.checksums == generation.manifests[snapshot.rank].checksums:
+                return reader
+            reader.close()
         return self._store.open(snapshot)
 
     def _assembly(self, generation: Generation) -> Assembly | UnreadableCheckpoint:

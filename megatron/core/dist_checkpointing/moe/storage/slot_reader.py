@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -107,21 +107,21 @@ class SlotReader:
         return tuple(entry for entry in map(SlotEntry.parse, names) if entry)
 
     def snapshots(self, rank: int | None = None) -> Listing:
-        sealed, torn, signed = [], list[Torn](), set[str]()
+        sealed, torn, unreadable = [], list[Torn](), list[tuple[SlotEntry, UnreadableCheckpoint]]()
         for entry in self.entries():
             if rank not in (None, entry.snapshot.rank):
                 continue
             try:
                 found = self._is_sealed(entry)
             except UnreadableCheckpoint as error:
-                is_newer, path = isinstance(error, (NewerFormat, OtherSecret)), str(self.directory / entry.name)
-                torn.append(Torn(entry.snapshot, path, str(error), is_newer=is_newer))
-                # Of parked state a slot has one, which is damaged alone.
-                signed |= {path} if isinstance(error, WrongSecret) and entry.snapshot.kind != PARKED else set()
+                unreadable.append((entry, error))
             else:
                 sealed += [entry.snapshot] if found else []
-        if rank is None and not sealed:  # where this secret opens nothing, it is another one: that is no damage
-            torn = [replace(one, is_newer=one.is_newer or one.path in signed) for one in torn]
+        # Where this secret opens nothing, it is another one: that is no damage. Of parked state a slot has one alone.
+        other = WrongSecret if rank is None and not sealed else OtherSecret
+        for entry, why in unreadable:
+            is_newer = isinstance(why, (NewerFormat, OtherSecret if entry.snapshot.kind == PARKED else other))
+            torn.append(Torn(entry.snapshot, str(self.directory / entry.name), str(why), is_newer=is_newer))
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda one: (one.snapshot, one.path))))
 
     def open(self, snapshot: SnapshotId) -> MemoryReader:
