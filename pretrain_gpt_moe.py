@@ -132,8 +132,12 @@ def loss_func(
     """Sum of the losses, number of tokens, and both as they are reported."""
     mask = loss_mask.view(-1).float()
     loss, tokens = torch.sum(output.view(-1).float() * mask), mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        get_rerun_state_machine().validate_result(loss, torch.isnan, "NaN in the loss", fatal=True)
+    args, machine = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        machine.validate_result(loss, torch.isnan, "NaN in the loss", fatal=True)
+    if args.check_for_spiky_loss:  # ten times the largest of the first ones, as in Megatron-LM
+        is_spiky = partial(machine.is_unexpectedly_large, threshold=10, context="loss")
+        machine.validate_result(loss, is_spiky, "spiky loss", fatal=False)
     return loss, tokens, {"lm loss": torch.cat([loss.detach().clone().view(1), tokens.view(1)])}
 
 

@@ -41,7 +41,8 @@ OTHERS = {
     # By other names: `cpu_offloading`, `mtp_standalone`.
     "cpu_offloading_num_layers", "pipeline_model_parallel_layout",
     # No recipe has these, or another value than the default.
-    "adlr_autoresume", "dataloader_inter_document_masking", "expert_gtp_weight_remat_size", "fim_data",
+    "adlr_autoresume", "dataloader_inter_document_masking", "error_injection_rate",
+    "expert_gtp_weight_remat_size", "fim_data",
     "fp4_quantizer_factory", "fp8_quantizer_factory", "gtp_weight_remat_size", "inprocess_restart",
     "logits_save_dir", "moe_use_upcycling", "perform_rl_step", "result_rejected_tracker_filename", "save_experts",
     "save_experts_scope", "save_experts_selection", "sft", "step_batch_size_schedule", "tp_comm_bootstrap_backend",

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from stock_stand_in import one_rank
 
 from megatron.core import num_microbatches_calculator as batches
 from megatron.core.dist_checkpointing.moe import manager
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.core_versions import training
 from megatron.core.dist_checkpointing.moe.errors import (
     NewProcessesNeeded,
     PeerLost,
@@ -24,6 +26,7 @@ from megatron.core.dist_checkpointing.moe.errors import (
     UsageError,
 )
 from megatron.core.dist_checkpointing.moe.manager import MoECheckpointManager
+from megatron.core.dist_checkpointing.moe.megatron_state.pass_state import PassState
 from megatron.core.dist_checkpointing.moe.policy.parking import Cause
 from megatron.core.dist_checkpointing.moe.runtime import iterations
 from megatron.core.dist_checkpointing.moe.runtime.faults import FaultInjector, Termination
@@ -113,12 +116,17 @@ class Noting(Session):
 class Loop:
     """A loop, its optimizer, and what follows them."""
 
-    def __init__(self, session: Noting | None = None, *, replays: bool = False) -> None:
+    def __init__(
+        self, session: Noting | None = None, *, replays: bool = False, passes_change: PassState | None = None
+    ) -> None:
         self.session, self.optimizer, self.trainer = session or Noting(), Optimizer(), SimpleNamespace(iteration=0)
         self.config = SimpleNamespace(finalize_model_grads_func=lambda chunks, num_tokens=None: None)
         faults, self.termination = FaultInjector([], 0, None), Termination()
         live: Any = (self.optimizer, self.config, self.trainer)
-        self.hooks = Iterations(self.session, *live, faults=faults, termination=self.termination, replays=replays)
+        self.hooks = Iterations(
+            self.session, *live, faults=faults, termination=self.termination, replays=replays,
+            passes_change=passes_change,
+        )  # fmt: skip
         self.hooks.restored()
 
 
@@ -431,7 +439,7 @@ def running(watcher: Standing, left: list[Cause | None]) -> Any:
     """The block of `run`, entered, of a manager that notes why it leaves."""
     fields = {
         "_session": SimpleNamespace(parks=False, protects=True, leases=None), "iteration": 3, "_train_iters": 5,
-        "finish": lambda **options: None, "_finished": False,
+        "finish": lambda **options: None, "_finished": False, "_judged": nullcontext,
         "_watch": lambda: watcher, "_termination": Termination(), "leave": lambda error, cause: left.append(cause),
     }  # fmt: skip
     block = MoECheckpointManager.run(SimpleNamespace(**fields))  # type: ignore[arg-type]
@@ -494,3 +502,19 @@ def test_batches_that_grow_are_refused_in_any_loop_where_tokens_are_counted_or_i
 
 def chunk() -> Any:
     return SimpleNamespace(ddp_config=None)
+
+
+@pytest.mark.parametrize(("rooms", "moved"), [(0, 0.0), (1, 1.0)])
+def test_passes_that_found_no_page_begin_again_with_expert_biases_as_they_were(
+    rooms: int, moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has no pages in its first iteration. That tokens had no room comes out again there, so it counts."""
+    runner = SimpleNamespace(check_moe_overflow=lambda _self: (1, rooms, 0))
+    monkeypatch.setattr(training.paged_stash, "PagedStashRunner", runner)
+    router = torch.nn.Module()
+    router.register_buffer("expert_bias", torch.zeros(4))
+    loop = Loop(passes_change=PassState([router.expert_bias]))
+    with loop.hooks.forward_backward():
+        router.expert_bias.add_(1.0)
+        assert runner.check_moe_overflow(None) == (1, rooms, 0)
+        assert router.expert_bias.tolist() == [moved] * 4

@@ -47,6 +47,7 @@ from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
 from .megatron_state.partitions import random_draws
+from .megatron_state.pass_state import PassState
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .recovery.timeline import RecoveryTimeline, Timestamps
 from .runtime.faults import Phase, Termination, fault_injector
@@ -150,6 +151,7 @@ class MoECheckpointManager(Iterations):
                 if torch.distributed.get_rank() == 0:
                     log.warning("%s", line)
         rank = torch.distributed.get_rank() if config.inject_fault else 0
+        is_active = session.protects or bool(config.inject_fault)
         super().__init__(
             session,
             optimizer,
@@ -158,7 +160,8 @@ class MoECheckpointManager(Iterations):
             faults=fault_injector(config.inject_fault, rank, session.job_id or place.job_here),
             termination=Termination(),
             replays=config.strategy != "none" and STRATEGIES[config.strategy].replays,
-            is_active=session.protects or bool(config.inject_fault),
+            is_active=is_active,
+            passes_change=PassState.of(chunks) if is_active else None,
         )
 
     # Before training.
@@ -230,7 +233,8 @@ class MoECheckpointManager(Iterations):
         watcher = self._watch()
         is_good = lost_a_peer = False
         try:
-            yield self
+            with self._judged():
+                yield self
             self.finish(keep_memory=self.iteration < self._train_iters)
             is_good = True
         except BaseException as error:

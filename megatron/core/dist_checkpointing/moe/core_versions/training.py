@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -119,8 +120,9 @@ def forget_pages() -> None:
 
 
 @contextlib.contextmanager
-def noting_pages(note: Callable[[], None]) -> Iterator[None]:
-    """A block around the passes of an iteration. Calls `note` where some rank has too few pages for its activations."""
+def noting_pages(note: Callable[[bool], None]) -> Iterator[None]:
+    """A block around the passes of an iteration. Calls `note` where some rank has too few pages for its activations,
+    with whether that alone has passes run again: all ranks had room for their tokens."""
     if paged_stash is None:
         yield
         return
@@ -130,7 +132,7 @@ def noting_pages(note: Callable[[], None]) -> Iterator[None]:
     def noted(self: Any) -> tuple[int, int, int]:
         pages, room, spilled = check(self)
         if pages:
-            note()
+            note(not room)
         return pages, room, spilled
 
     with replaced(runner, check_moe_overflow=noted):
@@ -151,6 +153,36 @@ def before_passes_are_repeated(call: Callable[[], None]) -> Iterator[None]:
         prepare(self, *given, **named)
 
     with replaced(runner, prepare_for_rerun=prepared):
+        yield
+
+
+@contextlib.contextmanager
+def judging_results(call: Callable[[], None], *, from_first: bool) -> Iterator[None]:
+    """A block around training in which `call` is called where core goes back to before the passes of an iteration.
+
+    That is for passes that it runs again, to see whether a doubtful result comes out again, and for the checkpoint that
+    it then saves.
+
+    Args:
+        call: Puts back what passes have changed besides random states.
+        from_first: Whether results of the first iteration are judged, which core leaves out: it could not save before
+            an optimizer's first step. One that was restored can be saved, and the iteration is none of the first.
+    """
+    machine = get_rerun_state_machine()
+    save, restore = machine.state_save_func, machine.state_restore_func
+
+    def saved() -> list[Any]:
+        return [save() if save is not None else None]  # never empty, which core would not restore
+
+    def restored(state: list[Any]) -> None:
+        call()
+        if restore is not None and state[0]:
+            # Of copies: core's tracker of random states takes the very dictionary that it is given, and notes in it
+            # what the next passes draw; before the checkpoint that would be put back.
+            restore({name: dict(one) if isinstance(one, dict) else one for name, one in state[0].items()})
+
+    machine.first_iteration_complete |= from_first
+    with replaced(machine, state_save_func=saved, state_restore_func=restored):
         yield
 
 

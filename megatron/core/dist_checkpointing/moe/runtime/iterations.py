@@ -6,6 +6,7 @@ import contextlib
 import enum
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -13,9 +14,10 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from ..core_versions.training import forget_auxiliary_losses, noting_pages, replaced
+from ..core_versions.training import forget_auxiliary_losses, judging_results, noting_pages, replaced
 from ..device import Arriving, arriving
 from ..errors import PeerLost, Terminated, UsageError
+from ..megatron_state.pass_state import PassState
 from ..megatron_state.trainer_state import LiveTrainerState
 from ..policy.parking import Cause
 from ..snapshot.coordinator import ProtectionReport
@@ -75,6 +77,7 @@ class Iterations:
         termination: SIGTERM is acted on between phases.
         replays: Whether the strategy runs iterations again after a fault.
         is_active: Whether anything is done at all; else every call is free.
+        passes_change: What passes change besides gradients and random states; None: nothing.
 
     Attributes:
         loss: Mean loss of the iteration over all ranks; set by the loop between passes and step, where it is known (on
@@ -94,10 +97,12 @@ class Iterations:
         termination: Termination,
         replays: bool,
         is_active: bool = True,
+        passes_change: PassState | None = None,
     ) -> None:
         self._session, self._optimizer, self._transformer = session, optimizer, transformer
         self._trainer, self._faults, self._termination = trainer, faults, termination
         self._replays, self._is_active, self._phase = replays, is_active, LoopPhase.BETWEEN
+        self._pass_state = passes_change or PassState()
         self._armed, self._stepping = contextlib.ExitStack(), contextlib.ExitStack()
         self._began = self._rejoined = self._recovered = self._is_armed = self._in_step = self._finished = False
         self._num_tokens: Arriving | None = None
@@ -144,9 +149,11 @@ class Iterations:
             yield
             return
         self._ready()
-        iteration = self._trainer.iteration + 1
+        iteration, is_first = self._trainer.iteration + 1, self._phase is LoopPhase.BETWEEN
         self._follow(LoopCall.FORWARD_BACKWARD, iteration)
         self._reached(Phase.START)
+        if is_first:
+            self._pass_state.note()
         self.loss = self._num_tokens = None
         self._is_out_of_pages = False
         self._session.passes(iteration)
@@ -278,6 +285,12 @@ class Iterations:
         self._session.failure(cause)
         report_silence(error)
 
+    def _judged(self) -> AbstractContextManager[None]:
+        """A block around training in which core judges its results, and runs passes again alike."""
+        if not self._is_active:
+            return contextlib.nullcontext()
+        return judging_results(self._pass_state.put_back, from_first=self._trainer.iteration > 0)
+
     def _ready(self) -> None:
         self.begin()
         if not self._session.is_replaying:
@@ -319,8 +332,10 @@ class Iterations:
     def _second_step(self, *_arguments: Any, **_options: Any) -> Any:
         self._follow(LoopCall.STEP, self._trainer.iteration + 1)
 
-    def _ran_out_of_pages(self) -> None:
+    def _ran_out_of_pages(self, alone: bool) -> None:
         self._is_out_of_pages = True
+        if alone:  # a process has no pages in its first iteration, and runs no passes again there
+            self._pass_state.put_back()
 
     @contextlib.contextmanager
     def _noting_tokens(self) -> Iterator[None]:

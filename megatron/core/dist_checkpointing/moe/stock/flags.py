@@ -218,6 +218,7 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
     ("skip_train", bool, "there is nothing to protect"),
     ("logits_save_dir", bool, "logits wait in the process for a checkpoint, and no snapshot has them"),
+    ("error_injection_rate", bool, "it draws random numbers in each iteration but the first one of a start"),
     (
         "pipeline_model_parallel_layout",
         lambda layout: any("m" in stage for stage in str(layout).split("|")[:-1]),

@@ -325,7 +325,7 @@ class DeferredSaves:
         args = self._args
         samples = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
         batches = (self._state.validated - self._built_at) // (samples * args.data_parallel_size)
-        if batches <= 0 or getattr(args, "full_validation", False):  # which reads from the start each time
+        if batches <= 0 or getattr(args, "full_validation", False):  # whose readers go around
             return
         given = train["valid_data_iterator"]
         machine, random = get_rerun_state_machine(), random_states()
