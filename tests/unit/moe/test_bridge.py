@@ -65,8 +65,8 @@ class Recorder:
         self.iteration, self.calls, self.state = 0, [], named.get("state")
         made.append(self)
 
-    def resume(self, load: Any, newest: int, *, asked_for: bool, in_part: bool) -> int:
-        self.calls.append(("resume", load is not None, newest, asked_for, in_part))
+    def resume(self, load: Any, newest: int, *, asked_for: bool, in_part: bool, lacks: bool) -> int:
+        self.calls.append(("resume", load is not None, newest, asked_for, in_part, lacks))
         return 0
 
     def lost_before(self, lost_tokens: Any) -> None:
@@ -125,22 +125,43 @@ def test_each_call_of_pretrain_keeps_what_is_its_own(monkeypatch: pytest.MonkeyP
     assert first is not second
 
 
+LOADS: dict[str, Any] = {"load_optim": True, "load_rng": True}
+SAVES = LOADS | {"load": "there", "save": "there/", "save_optim": True, "save_rng": True}
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "asked"),
     [
-        (Section(load_optim=True), (False, -1, False, False)),
-        (Section(load="there", load_optim=True), (True, 6, False, False)),
-        (Section(load="there", load_optim=True, ckpt_step=4), (True, 4, True, False)),
-        (Section(load="there", load_optim=True, finetune=True), (True, 6, True, True)),
-        (Section(load="there", load_optim=False), (True, 6, False, True)),
+        (LOADS, (False, -1, False, False, False)),
+        (LOADS | {"load": "there"}, (True, 6, False, False, False)),
+        (LOADS | {"load": "there", "ckpt_step": 4}, (True, 4, True, False, False)),
+        (LOADS | {"load": "there", "finetune": True}, (True, 6, True, True, False)),
+        (LOADS | {"load": "there", "load_optim": False}, (True, 6, False, True, False)),
+        (LOADS | {"load": "there", "load_rng": False}, (True, 6, False, True, False)),
+        (SAVES, (True, 6, False, False, False)),
+        (SAVES | {"save_rng": False}, (True, 6, False, False, True)),
+        (SAVES | {"save_optim": False}, (True, -1, False, False, True)),
+        (SAVES | {"save_optim": False, "save": "elsewhere"}, (True, 6, False, False, False)),
+        (SAVES | {"save_optim": False, "load_optim": False}, (True, 6, False, True, False)),
     ],
 )
 def test_what_bridge_would_load_is_offered(
-    checkpoint: Section, asked: tuple[bool, int, bool, bool], monkeypatch: pytest.MonkeyPatch
+    checkpoint: dict[str, Any], asked: tuple[bool, int, bool, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
-    bridge.protected(loads, FULL)(config=configuration(checkpoint=checkpoint), forward_step=lambda: None)
+    bridge.protected(loads, FULL)(config=configuration(checkpoint=Section(**checkpoint)), forward_step=lambda: None)
     assert made[-1].calls == [("resume", *asked)]
+
+
+def test_a_process_that_stays_loads_as_its_configuration_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bridge takes a pretrained checkpoint as with `finetune`, and remembers that in its configuration."""
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    checkpoint = Section(**SAVES, finetune=False, moe_ckpt={"strategy": "full"})
+    keeper = bridge.BridgeCheckpointManager(checkpoint)
+    keeper.load(context(configuration(checkpoint=checkpoint)))
+    checkpoint.finetune = True
+    keeper.load_again()
+    assert [call for one in made[-2:] for call in one.calls] == 2 * [("resume", True, 6, False, False, False)]
 
 
 def test_another_model_than_the_state_of_the_job_is_refused_before_it_is_built(

@@ -126,6 +126,7 @@ WHOLE = {"finetune": False, "no_save_optim": None, "no_load_optim": None, "no_sa
         ((4, 4), {"no_save_rng": True, "no_load_rng": True}, (4, False, False)),
         ((4, 4), {"no_save_rng": True, "save": "elsewhere"}, (4, False, False)),
         ((4, 4), {"no_save_optim": True}, (-1, False, True)),
+        ((4, 4), {"no_save_optim": True, "load": "{folder}/"}, (-1, False, True)),
         ((4, 4), {"no_save_optim": True, "no_load_optim": True}, (4, False, False)),
     ],
 )
@@ -133,6 +134,7 @@ def test_a_checkpoint_with_stale_experts_or_without_what_flags_leave_out_lacks_w
     holders: tuple[int, ...], flags: dict[str, Any], found: tuple[int, bool, bool], tmp_path: Path
 ) -> None:
     save_partly(tmp_path, holders)
+    flags |= {name: value.format(folder=tmp_path) for name, value in flags.items() if name == "load"}
     assert newest_checkpoint(arguments(tmp_path, **{"save": str(tmp_path), **WHOLE, **flags})) == found
 
 

@@ -14,7 +14,7 @@ import pytest
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.stock import survivors
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
-from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, why_not
+from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, KeptGlobals, why_not
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,18 @@ def test_what_ranks_agreed_on_of_their_data_is_taken_over() -> None:
     theirs.args.do_train = 0
     KeptData(theirs).set_facts(KeptData(ours).facts())
     assert theirs.args == ours.args
+
+
+def test_a_process_that_stays_loads_as_its_flags_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core takes a pretrained checkpoint as with `--finetune`, and remembers that in `args`."""
+    args = argparse.Namespace(finetune=False, rerun_mode="disabled")
+    loop = SimpleNamespace(get_args=lambda: args, get_timers=lambda: SimpleNamespace(_timers={}))
+    monkeypatch.setattr(survivors, "get_model_config", lambda _: SimpleNamespace())
+    monkeypatch.setattr(survivors.rerun, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    kept = KeptGlobals(loop, [object()])
+    args.finetune = True
+    kept.as_before_training()
+    assert args.finetune is False
 
 
 def test_nobody_watches_a_process_that_waits_for_its_launcher_since_its_connections_came_to_nothing(

@@ -51,6 +51,7 @@ from .manager import MoECheckpointManager
 from .megatron_state.optimizer_state import loading_step_counts
 from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
+from .runtime.opening import one_spelling
 from .runtime.peer_links import set_for_parking
 from .runtime.watcher import waiting_for_no_rank
 from .standby.verdict import permanent_errors_end_the_job
@@ -126,6 +127,7 @@ class BridgeCheckpointManager:
         self._manager: MoECheckpointManager | None = None
         self._random: Mapping[str, memoryview] | None = None
         self._iterations = 0
+        self._finetunes: bool | None = None
         self._loaded_with: Any = None
 
     @property
@@ -176,9 +178,13 @@ class BridgeCheckpointManager:
                 iteration, _ = self._dense.load(ctx)
             return int(iteration)
 
-        newest, asked_for = _newest_dense(cfg, self._dense)
-        load, in_part = None if newest is None else load_dense, cfg.checkpoint.finetune or not cfg.checkpoint.load_optim
-        manager.resume(load, -1 if newest is None else newest, asked_for=asked_for, in_part=bool(in_part))
+        checkpoint = cfg.checkpoint
+        # Bridge sets it as it loads a pretrained checkpoint, and a process that stays would keep what no new one has.
+        checkpoint.finetune = self._finetunes = checkpoint.finetune if self._finetunes is None else self._finetunes
+        newest, asked_for, lacks = _newest_dense(cfg, self._dense)
+        load = None if newest is None else load_dense
+        in_part = bool(checkpoint.finetune or not checkpoint.load_optim or not checkpoint.load_rng)
+        manager.resume(load, -1 if newest is None else newest, asked_for=asked_for, in_part=in_part, lacks=lacks)
         if manager.iteration > 0 and not loaded:
             self._random = random_states()
             update_num_microbatches(state.train_state.consumed_train_samples)
@@ -398,17 +404,22 @@ def _parsed(words: list[str], where: str) -> MoECheckpointConfig:
     return from_namespace(MoECheckpointConfig, found, prefix=MoECheckpointConfig.PREFIX)
 
 
-def _newest_dense(cfg: Any, dense: Any) -> tuple[int | None, bool]:
-    """The iteration that Bridge itself would load, None if nothing; and whether a user named this very checkpoint.
+def _newest_dense(cfg: Any, dense: Any) -> tuple[int | None, bool, bool]:
+    """The iteration that Bridge itself would load, None if nothing and -1 if it could not; whether a user named this
+    very checkpoint; and whether that lacks what a snapshot has.
 
     Raises FileNotFoundError where Bridge does: a checkpoint to begin from is required, and there is none.
     """
     if not _bridge("setup")._should_load_checkpoint(cfg, dense):
-        return None, False
+        return None, False, False
     checkpoint = cfg.checkpoint
     iteration, _ = _bridge("checkpointing")._resolve_checkpoint_iteration(checkpoint.load, checkpoint.ckpt_step)
     # Below -1: `load` is the folder of one iteration. At -1 only pretrained weights are there.
-    return max(iteration, 0), iteration < -1 or checkpoint.ckpt_step is not None or bool(checkpoint.finetune)
+    asked_for = iteration < -1 or checkpoint.ckpt_step is not None or bool(checkpoint.finetune)
+    own = not asked_for and checkpoint.save and one_spelling(checkpoint.load) == one_spelling(checkpoint.save)
+    if own and checkpoint.load_optim and not checkpoint.save_optim:
+        return -1, asked_for, True
+    return max(iteration, 0), asked_for, bool(own and checkpoint.load_rng and not checkpoint.save_rng)
 
 
 def _bridge(module: str) -> Any:

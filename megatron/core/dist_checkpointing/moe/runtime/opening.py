@@ -312,7 +312,7 @@ class Leases:
         if torch.distributed.get_rank() == 0:
             agents = tuple(sorted(set(filter(None, run))))
             forced = "" if config.take_over == ANY_JOB else config.take_over or ""
-            wanted = {_one_spelling(where): where for where in (config.persist_dir, save) if where}
+            wanted = {one_spelling(where): where for where in (config.persist_dir, save) if where}
             self._leases = [
                 Lease(where, Holder.here(place.job_here, place.agent, agents), forced) for where in wanted.values()
             ]
@@ -363,8 +363,8 @@ class Leases:
             lease.leave()
 
 
-def _one_spelling(where: str) -> str:
-    """Of a folder or URL: a second lease on one place would take the first one over."""
+def one_spelling(where: str) -> str:
+    """Of a folder or URL: one place is known as one, however it is spelled."""
     return where.rstrip("/") if "://" in where else str(Path(where).resolve())
 
 

@@ -117,9 +117,12 @@ class Restart:
 
     def _leads_beyond(self, request: Request, plan: RecoveryPlan) -> bool:
         """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something, and
-        of any where the checkpoint alone does."""
+        of any where the checkpoint alone does: it lacks something, or is to be loaded in part, which this very job did
+        when it began."""
         loses = bool(plan.lost_tokens) and not request.in_part
-        return plan.target >= request.newest + loses or (request.lacks and not loses)
+        if plan.target >= request.newest + loses:
+            return True
+        return not plan.lost_tokens and (request.lacks or (request.in_part and self.recovery.is_own))
 
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""

@@ -24,6 +24,7 @@ from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
+from ..runtime.opening import one_spelling
 from ..runtime.watcher import waiting_for_no_rank
 from .seams import Call
 
@@ -213,7 +214,7 @@ def newest_checkpoint(args: Any) -> tuple[int, bool, bool]:
     whether that lacks what a snapshot has: the random states, or the newest of some experts. A collective.
     """
     asked_for = getattr(args, "ckpt_step", None) is not None or bool(args.finetune) or args.load is None
-    own = not asked_for and args.load == args.save
+    own = not asked_for and args.save is not None and one_spelling(args.load) == one_spelling(args.save)
     if own and args.no_save_optim and not args.no_load_optim:
         return -1, asked_for, True  # loading would fail
     newest = newest_iteration(args.load)

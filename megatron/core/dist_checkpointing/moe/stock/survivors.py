@@ -103,11 +103,14 @@ class KeptGlobals:
     def __init__(self, loop: Any, chunks: Any) -> None:
         self._loop, self._chunks, self._config = loop, chunks, get_model_config(chunks[0])
         self._before = {name: getattr(self._config, name) for name in _SET_BY_TRAIN if hasattr(self._config, name)}
+        self._finetune = loop.get_args().finetune
 
     def as_before_training(self) -> None:
         """Let `train` begin as it does in a process that was just built."""
         for name, value in self._before.items():
             setattr(self._config, name, value)
+        # Core sets it where it has loaded a pretrained checkpoint, which a new process does not know.
+        self._loop.get_args().finetune = self._finetune
         prepare_chunks(self._chunks, self._loop.get_timers())
         self._renew_rerun_machine()
 
