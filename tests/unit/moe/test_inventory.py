@@ -179,6 +179,24 @@ def test_what_storage_shows_of_memory_in_another_layout_counts_too(in_memory: bo
 
 @pytest.mark.parametrize(
     ("other", "expected"),
+    [({}, 5), ({"job": "other"}, -1), ({"topology": {"world_size": 2, "ep": 1}}, -1), ({"kind": LOG}, -1)],
+)
+def test_memory_of_slots_that_no_process_has_is_told_to_all_and_not_used(
+    other: dict[str, Any], expected: int, node: Node, tmp_path: Path
+) -> None:
+    """The oldest state of such a slot: the newest one may be of this slot alone."""
+    for iteration in (5, 6):
+        node.seal(node.stores[1], iteration, 1, **other)
+    older: Any = OlderMemory()
+    older.strays = lambda: [node.stores[1]]
+    rank, identity = cast("Any", SimpleNamespace(rank=0)), Identity("job", TOPOLOGY, frozenset())
+    own = LocalInventory(MemoryStore(tmp_path, "job", 0, (4096,)), None, rank, identity, older=older)
+    assert overview(own.rows()).foreign[0] == expected
+    assert all(row.why.startswith("it lies where no process of this start looks") for row in own.rows())
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
     [({}, 6), ({"job": "other"}, -1), ({"topology": {"world_size": 2, "ep": 1}}, -1), ({"kind": LOG}, -1)],
 )
 def test_memory_of_another_strategy_is_told_to_all_where_nothing_else_speaks_against_it(

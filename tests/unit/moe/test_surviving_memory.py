@@ -17,7 +17,7 @@ import pytest
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Layout, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.resharding.record_server import RecordServer, RemoteRecords
-from megatron.core.dist_checkpointing.moe.resharding.survivors import SurvivingMemory
+from megatron.core.dist_checkpointing.moe.resharding.survivors import PreviousLayout, SurvivingMemory
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.types.layout import Field
 
@@ -106,6 +106,24 @@ def test_a_slot_without_a_process_is_read_like_those_of_its_node(reader: int, tm
         assert np.array_equal(np.frombuffer(found.read(FIELDS[3].key), np.float32), np.full(BLOCK // 4, 3))
     for one in (*memories, *stores):
         one.close()
+
+
+@pytest.mark.parametrize("shares", [(), (SHARE,)])
+def test_what_a_process_left_that_no_start_has_goes_once_training_does_without_it(
+    shares: tuple[SnapshotId, ...], tmp_path: Path
+) -> None:
+    own = filled(tmp_path / "a", 0)
+    filled(tmp_path / "a", 1, *shares).close()
+    for slot in (0, 1, 11):
+        MemoryStore(tmp_path / "a", "job", slot, (4096,), area="standby").close()
+    held = MemoryStore(tmp_path / "a", "job", 0, (4096,), area="standby")
+    alone: Any = FakeTransport(Ranks(1), 0)
+    older = PreviousLayout("job", "a", own, None, lambda: None, {"world_size": 2}, alone, "127.0.0.1", 5.0)  # type: ignore[arg-type,return-value]
+    assert [one.snapshots().sealed for one in older.strays()] == [shares]
+    older.discard()
+    assert sorted(path.name for path in own.directory.parent.iterdir()) == ["slot-000", "standby-000", "standby-011"]
+    own.close()
+    held.close()
 
 
 def test_a_rank_of_another_node_reads_every_record(nodes: list[SurvivingMemory]) -> None:

@@ -16,7 +16,7 @@ from ..types.layout import (
     SnapshotId,
     Torn,
 )
-from .storage import MappedReader, MappedStore, MappedWriter, OlderMemory, Reader, Store, Writer
+from .storage import MappedReader, MappedStore, MappedWriter, OlderMemory, ReadableStore, Reader, Store, Writer
 from .training import (
     RANDOM,
     BoundarySink,
@@ -54,6 +54,7 @@ __all__ = [
     "OlderMemory",
     "Pace",
     "PeerLost",
+    "ReadableStore",
     "Reader",
     "Record",
     "RecordedStep",

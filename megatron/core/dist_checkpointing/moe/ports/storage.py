@@ -111,7 +111,20 @@ class MappedReader(Reader, Protocol):
         """The whole segment, read-only and not verified: for sending it to a receiver that verifies."""
 
 
-class Store(Protocol):
+class ReadableStore(Protocol):
+    """Snapshots that somebody keeps, for reading."""
+
+    def snapshots(self, rank: int | None = None) -> Listing:
+        """What is sealed and what is torn, of one rank or of all. Snapshots that are being written are in neither.
+
+        Each manifest is read, so a rank that wants only its own asks for them. Raises StoreFailure.
+        """
+
+    def open(self, snapshot: SnapshotId) -> Reader:
+        """A reader of a sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged."""
+
+
+class Store(ReadableStore, Protocol):
     """Keeps snapshots: `reserve`, put each record, `seal`; later `snapshots`, `open`, `read`; at last `free`.
 
     A snapshot is sealed by one rename (in object stores: by one object written last). Before it, a crash at any point
@@ -131,15 +144,6 @@ class Store(Protocol):
             NoRoom: Space must be freed first.
             StoreFailure: The storage refuses.
         """
-
-    def snapshots(self, rank: int | None = None) -> Listing:
-        """What is sealed and what is torn, of one rank or of all. Snapshots that are being written are in neither.
-
-        Each manifest is read, so a rank that wants only its own asks for them. Raises StoreFailure.
-        """
-
-    def open(self, snapshot: SnapshotId) -> Reader:
-        """A reader of a sealed snapshot. Raises UnreadableCheckpoint when it is missing, torn or damaged."""
 
     def free(self, snapshot: SnapshotId) -> None:
         """Give up a snapshot, sealed or torn; nothing happens if there is none. Raises StoreFailure.
@@ -183,6 +187,10 @@ class OlderMemory:
 
     def timelines(self) -> Collection[tuple[tuple[str, int], ...]]:
         """The attempts that led to it, whether it can be had in this layout or not."""
+        return ()
+
+    def strays(self) -> Sequence[ReadableStore]:
+        """The slots of this node that no process of this start has, in whatever layout."""
         return ()
 
     def is_spared(self, snapshot: SnapshotId) -> bool:

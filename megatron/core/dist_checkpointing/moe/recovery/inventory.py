@@ -21,7 +21,7 @@ import msgspec
 
 from ..errors import NotAccepted, UnreadableCheckpoint
 from ..policy.lineage import Lineage, belongs, past
-from ..ports import Facts, Json, SnapshotId, Store, Torn
+from ..ports import Facts, Json, ReadableStore, SnapshotId, Torn
 from ..types import (
     GRADIENTS,
     LOG,
@@ -105,7 +105,7 @@ class _Scalars(msgspec.Struct):
 
 
 def listing(
-    store: Store,
+    store: ReadableStore,
     tier: Tier,
     accepts: Mapping[str, Json],
     strategy: str = "",

@@ -15,7 +15,7 @@ import msgspec
 from ..errors import UnreadableCheckpoint, UsageError
 from ..policy.availability import OperatorOrder
 from ..policy.lineage import Identity, Lineage
-from ..ports import Json, MappedStore, OlderMemory, SnapshotId, Store, StoreFailure, Transport
+from ..ports import Json, MappedStore, OlderMemory, ReadableStore, SnapshotId, Store, StoreFailure, Transport
 from ..replication.agreement import exchanged, merged
 from ..storage.base import HostBuffer
 from ..strategies import Job, Piece
@@ -25,6 +25,8 @@ from .findings import Judge, Overview, overview, packed, unpacked
 from .inventory import Catalogue, InventoryRow, JudgedRow, SentRows, catalogue, is_past, listing, operator_of
 
 log = logging.getLogger(__name__)
+
+_STRAY = "it lies where no process of this start looks: nodes had more processes"
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,21 @@ class LocalInventory:
                 identity = self._identity
                 listed = listing(memory, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
                 rows += (row for row in listed if memory is self._standby or not self._older.is_spared(row.snapshot))
+            for stray in self._older.strays():
+                rows += self._stray_rows(stray)
             if self._persistent is not None:
                 rows += self._rows(self._persistent, Tier.PERSISTENT)
         except StoreFailure as error:
             raise StoreFailure(f"what earlier attempts left cannot be listed: {error}") from error
         return rows
+
+    def _stray_rows(self, slot: ReadableStore) -> list[InventoryRow]:
+        """The oldest state of this layout, of which other processes have most likely had their shares, too: ranks are
+        spread over nodes otherwise than before, so nobody reads it, and it would be freed. Raises StoreFailure."""
+        identity = self._identity
+        listed = listing(slot, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
+        usable = sorted((row for row in listed if not row.why), key=lambda row: row.snapshot.iteration)
+        return [msgspec.structs.replace(row, why=_STRAY, is_foreign=True) for row in usable[:1]]
 
     def _rows(self, store: Store, tier: Tier) -> list[InventoryRow]:
         """What this rank owns, of any job. Raises StoreFailure."""

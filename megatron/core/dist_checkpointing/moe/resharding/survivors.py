@@ -29,6 +29,7 @@ from ..ports import (
     MappedReader,
     MappedStore,
     OlderMemory,
+    ReadableStore,
     Reader,
     SnapshotId,
     Store,
@@ -169,6 +170,14 @@ def _is_claimed(slot: Path) -> bool:
         return False
 
 
+def _is_of_others(slot: SlotReader) -> bool:
+    """Whether a later version, or a job with another secret, may want what is there."""
+    try:
+        return any(torn.is_newer for torn in slot.snapshots().torn)
+    except StoreFailure:
+        return True
+
+
 def _rows(memory: MappedStore | SlotReader, directory: Path, is_older: Callable[[Manifest], bool]) -> tuple[_Row, ...]:
     rows: list[_Row] = []
     try:
@@ -237,7 +246,7 @@ class PreviousLayout(OlderMemory):
         self._surviving = SurvivingMemory(memory, memory.directory, node, is_older, transport, address, waits_s)
         # Taken once: what comes to this slot from here on is of this job's layout.
         self._own = frozenset(row.snapshot for row in self._surviving.own)
-        self._strays = frozenset(path for path, rows in self._surviving.strays.items() if rows)
+        self._strays = tuple(map(SlotReader, self._surviving.strays))
         self._storage = persistent
         if self._surviving.is_empty:  # the same on all ranks
             return
@@ -270,6 +279,10 @@ class PreviousLayout(OlderMemory):
             f"{self._surviving} has shares of iteration {', '.join(map(str, listed))} in another layout, but not the"
             " others, which are nowhere: nodes are gone that had no replicas elsewhere"
         )
+
+    def strays(self) -> Sequence[ReadableStore]:
+        """As `OlderMemory.strays`: told by the first process of a node."""
+        return self._strays
 
     def timelines(self) -> Collection[Lineage]:
         """Of what other layouts left."""
@@ -312,9 +325,12 @@ class PreviousLayout(OlderMemory):
         self._surviving.close()
 
     def _free_strays(self) -> None:
-        for slot in self._strays:
-            shutil.rmtree(slot, ignore_errors=True)
-        self._strays = frozenset()
+        for slot in (stray.directory for stray in self._strays if not _is_of_others(stray)):
+            # Beside it the same process had its standby area. Whoever has come since keeps what it has.
+            for area in slot.parent.glob(f"*{slot.name.removeprefix(SLOT)}"):
+                if not _is_claimed(area):
+                    shutil.rmtree(area, ignore_errors=True)
+        self._strays = ()
 
     def _free(self, gone: frozenset[SnapshotId]) -> None:
         # Also what cannot be freed counts as gone: it is not tried again.
