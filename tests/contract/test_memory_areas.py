@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,28 @@ def test_a_slot_is_waited_for_while_the_process_that_was_killed_ends(
         else:
             with pytest.raises(UsageError, match=f"is in use by job job, slot 3, process {holder.pid} on here"):
                 MemoryStore(place, JOB, RANK, SEGMENTS)
+        holder.kill()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_slot_whose_owner_is_gone_is_waited_for_while_another_process_looks_at_it(
+    leaves: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MemoryStore(place, JOB, RANK, SEGMENTS).close()
+    owner_file, gone = slot_directories(place, JOB)[RANK] / "owner.json", 2**22 + 1  # above what a process may have
+    command = [sys.executable, "-c", HOLDER, str(owner_file), str(gone)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin and holder.stdout and holder.stdout.readline()
+
+        def asked(_process: int) -> bool:
+            if leaves:
+                holder.stdin.close()  # type: ignore[union-attr]
+            return False
+
+        monkeypatch.setattr(ownership, "is_ending", asked)
+        monkeypatch.setattr(ownership, "LOOKING_S", 30.0 if leaves else 0.2)
+        with nullcontext() if leaves else pytest.raises(UsageError, match="is in use by job job, slot 3"):
+            MemoryStore(place, JOB, RANK, SEGMENTS).close()
         holder.kill()
 
 

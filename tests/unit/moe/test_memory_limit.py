@@ -78,6 +78,12 @@ def test_ranks_of_a_node_share_what_the_flag_allows_it(tmp_path: Path) -> None:
     assert room(node(tmp_path)).why != "--moe-ckpt-memory-limit"
 
 
+def test_a_folder_that_is_larger_than_the_memory_of_the_job_is_no_room(tmp_path: Path) -> None:
+    found = room(*[node(tmp_path, range(4))] * 4)
+    assert found.nbytes == 250
+    assert "the control group of this job, has no more" in found.shortage(251)
+
+
 def test_the_tightest_node_decides_for_all(tmp_path: Path) -> None:
     apart = node(tmp_path, (0, 2), "800B"), node(tmp_path, (1, 3, 4), "600B")
     found = room(apart[0], apart[1], apart[0], apart[1], apart[1])

@@ -219,10 +219,11 @@ class NodeMemory:
     Args:
         ranks: Of this node.
         limit: Of the flag.
-        total_bytes: What the node has.
+        total_bytes: What the node has, as far as this process's control group lets it.
         folder: The memory dir.
         held: Bytes there that this process holds already, or that an earlier one left to it.
-        counts_free: Whether what the folder has free is a bound; else taking it fails where it is too little.
+        counts_free: Whether what the folder has free, and the node in all, is a bound; else taking it fails where it is
+            too little.
     """
 
     ranks: Sequence[int]
@@ -234,7 +235,9 @@ class NodeMemory:
 
     def room(self, transport: Transport) -> MemoryBound:
         """For each rank on the tightest node; a collective. Raises PeerLost."""
-        allowed = UNBOUNDED if self.limit is None else self.limit.of_node(self.total_bytes)
+        # A tmpfs may be larger than its control group, whose processes the kernel kills where it takes too much.
+        whole = self.total_bytes if self.counts_free else UNBOUNDED
+        allowed = whole if self.limit is None else self.limit.of_node(self.total_bytes)
         mine = allowed, self._free_bytes(), self.held()
         # Ranks of a node tell the first of them, so that no rank gets what all have.
         rows = [row for _, row in exchanged(transport, {min(self.ranks): mine}, tuple[int, int, int])]
@@ -245,6 +248,8 @@ class NodeMemory:
         # What they hold already is room too, since segments are used again or given back.
         by_flag, by_folder = min(row[0] for row in rows), min(row[1] for row in rows) + sum(row[2] for row in rows)
         why = "--moe-ckpt-memory-limit"
+        if self.limit is None:
+            why = "the node, or the control group of this job, has no more; give the job more, or a memory limit"
         if by_folder < by_flag:
             why = f"{self.folder} is not larger; enlarge the tmpfs (mount -o remount,size=...)"
         bound = min(by_flag, by_folder)

@@ -169,8 +169,9 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 SLOT = "slot"
 """The area of snapshots."""
 
-ENDING_S, _TICK_S = 20.0, 0.05
-"""How long a process that was killed may take to give its folder back; how often that is looked at."""
+ENDING_S, LOOKING_S, _TICK_S = 20.0, 1.0, 0.05
+"""How long a process that was killed may take to give its folder back, and one that looks to do so; how often that is
+looked at."""
 
 _JOB = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _AREA = re.compile(r"[a-z]{1,16}")
@@ -213,11 +214,14 @@ class Claim:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise UsageError(f"{path} is no regular file, so nobody can hold it: remove it")
-        until_s = time.monotonic() + ENDING_S
+        began_s = time.monotonic()
         while not _takes(descriptor):
             owner, process = _said_by(descriptor)
-            if is_ending(process) and time.monotonic() < until_s:
-                time.sleep(_TICK_S)  # one that was killed with its launcher, and holds more than this lock
+            # One that was killed with its launcher, and holds more than this lock; or, where that one is gone, another
+            # job's that only looks whose it is.
+            waits_s = ENDING_S if is_ending(process) else LOOKING_S if process and not psutil.pid_exists(process) else 0
+            if time.monotonic() < began_s + waits_s:
+                time.sleep(_TICK_S)
                 continue
             os.close(descriptor)
             raise UsageError(
