@@ -137,6 +137,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
             " out, or give --moe-ckpt-standbys 0"
         )
     export_unit(parser, options)
+    if given_s := getattr(options, "shutdown_timeout", None):
+        os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(given_s))  # ranks that park count on it
     if wanted := getattr(options, _NOT_THERE, None):
         os.environ.pop("MOE_CKPT_PATIENCE_S", None)  # ranks would count on the time that they do not get
         sys.stderr.write(

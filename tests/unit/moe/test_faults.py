@@ -80,11 +80,15 @@ def test_a_fault_strikes_at_its_rank_iteration_and_phase_only(tmp_path: Path) ->
     assert struck == [(1, 3, Phase.STEP)]
 
 
-def test_a_fault_does_not_strike_again_after_a_restart(tmp_path: Path) -> None:
+def test_a_fault_does_not_strike_again_after_a_restart_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     points, kills = [FaultPoint(0, 3)], Kills()
     FaultInjector(points, 0, tmp_path, kills).reached(3, Phase.START)
-    FaultInjector(points, 0, tmp_path, kills).reached(3, Phase.START)
+    with caplog.at_level("INFO"):
+        FaultInjector(points, 0, tmp_path, kills).reached(3, Phase.START)
     assert kills.count == 1
+    assert "was injected before" in caplog.text and f"{tmp_path}/fired-0-3-start" in caplog.text
 
 
 def test_each_of_several_faults_strikes_once(tmp_path: Path) -> None:

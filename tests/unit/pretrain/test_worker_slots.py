@@ -187,6 +187,15 @@ def test_options_that_torch_does_not_know_yet_are_taken_and_ranks_count_on_what_
     assert "MOE_CKPT_PATIENCE_S" not in os.environ
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, "90"), ("60", "60")])
+def test_ranks_know_how_long_they_may_take_to_end(
+    own: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | ({"MOE_CKPT_PATIENCE_S": own} if own else {}))
+    parse_options(["--shutdown-timeout=90", "train.py"])
+    assert os.environ["MOE_CKPT_PATIENCE_S"] == expected
+
+
 def test_a_flag_of_the_script_that_stands_before_it_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(["--moe-ckpt-strategy", "full", "train.py"])

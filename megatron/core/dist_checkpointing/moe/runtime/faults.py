@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -18,6 +19,8 @@ from types import FrameType
 
 from ..errors import MoECheckpointError, Terminated, UsageError
 from ..storage.system import sync_directory
+
+log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -154,6 +157,7 @@ def _record(ledger_dir: Path, point: FaultPoint) -> bool:
         # The file's name is synced apart from its content: without it a node that goes down here would strike again.
         sync_directory(ledger_dir)
     except FileExistsError:
+        log.info("the fault %s was injected before, as %s says: remove that to have it again", point, path)
         return False
     except OSError as error:
         raise _unrecordable(ledger_dir, error) from error
