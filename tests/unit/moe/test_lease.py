@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -343,6 +344,78 @@ def test_a_folder_that_is_full_is_used_with_a_warning(tmp_path: Path, caplog: py
     assert not lease.name
     lease.check()
     lease.release()
+
+
+def test_a_lease_that_a_full_device_had_no_space_for_is_taken_once_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another job finds an empty file, takes it, and both write there."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    first = Lease(str(tmp_path), msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT), wait=never)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        first.acquire()
+        assert holder_of(str(tmp_path)) is None
+    until_s = time.monotonic() + 60.0
+    while holder_of(str(tmp_path)) is None and time.monotonic() < until_s:
+        time.sleep(0.05)
+    with pytest.raises(UsageError, match="job 'a'"):
+        Lease(str(tmp_path), Holder.here("b"), wait=never).acquire()
+    monkeypatch.undo()
+    first.release()
+
+
+@pytest.mark.usefixtures("unattended")
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_free_lease_that_cannot_be_put_away_is_taken_later_unless_another_job_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    def away(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    left_by(tmp_path, msgspec.structs.replace(Holder.here("a"), process=GONE))
+    lease = Lease(str(tmp_path), Holder.here("a"), wait=never)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", away)
+        lease.acquire()
+    if comes:
+        left_by(tmp_path, elsewhere("b"))
+    assert lease.renew() is not comes
+    found = holder_of(str(tmp_path))
+    assert found is not None and found.job == ("b" if comes else "a") and bool(lease.lost) is comes
+
+
+def test_nodes_are_not_told_to_look_for_a_lease_that_is_not_written_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(FolderPlace):
+        def take(self, content: bytes, instead_of: bytes | None) -> bool:
+            if is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().take(content, instead_of)
+
+    lease, is_full = Lease(str(tmp_path), Holder.here("a"), place=Full(tmp_path), wait=never), True
+    lease.acquire()
+    assert not lease.name
+    is_full = False
+    lease.renew()
+    assert lease.name
+    lease.release()
+    assert holder_of(str(tmp_path)) is None
+
+
+def test_a_folder_without_the_right_to_write_is_not_tried_again(tmp_path: Path) -> None:
+    class Foreign(FolderPlace):
+        def take(self, content: bytes, instead_of: bytes | None) -> bool:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    before = threading.active_count()
+    Lease(str(tmp_path), Holder.here("a"), place=Foreign(tmp_path), wait=never).acquire()
+    assert threading.active_count() == before
 
 
 def test_of_two_that_judge_the_same_lease_one_has_it_afterwards(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ..boot_clock import ProcessKey, is_there, machine, started
-from ..errors import MAY_PASS, MoECheckpointError, StoreFailure, UsageError, format_error
+from ..errors import MAY_PASS, NO_SPACE, MoECheckpointError, StoreFailure, UsageError, format_error
 from .lease_files import LEASE, FolderPlace, LeasePlace
 
 log = logging.getLogger(__name__)
@@ -199,18 +199,20 @@ class Lease:
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._keep, daemon=True)
         self._thread.name = "moe-ckpt-lease"
         self.lost, self._is_told = "", False
+        self._is_held = False
+        self._free: bytes | None = None  # until it is held: what it may be put in place of
 
     @property
     def name(self) -> str:
         """Of this process in its file; empty while it has none."""
-        return self._own.name if self._thread.is_alive() else ""
+        return self._own.name if self._is_held and self._thread.is_alive() else ""
 
     def acquire(self) -> None:
         """Take the lease and begin to renew it; waits for `STALE_S` at most where only watching tells.
 
-        A place in which nothing can be written has none: that is a warning. Raises UsageError where another job, or
-        another start of this one, has it, or others are faster at each try for `STALE_S`; StoreFailure where it cannot
-        be read now.
+        A place in which nothing can be written has none: that is a warning. Where that may pass, as on a device that is
+        full, each renewal tries again. Raises UsageError where another job, or another start of this one, has it, or
+        others are faster at each try for `STALE_S`; StoreFailure where it cannot be read now.
         """
         seen, quiet_s, missed = None, 0.0, 0
         while True:
@@ -225,10 +227,14 @@ class Lease:
             if content is None or self._is_free(found, is_quiet=content == seen and quiet_s >= STALE_S):
                 try:
                     if self._is_taken(content, found):
+                        self._is_held = True
                         self._thread.start()
                         return
                 except (OSError, StoreFailure) as error:
                     self._warn(error)
+                    if isinstance(error, StoreFailure) or error.errno in NO_SPACE + MAY_PASS:
+                        self._free, self._is_told = content, True
+                        self._thread.start()
                     return
                 # Another process was faster, or its file cannot be seen yet, as in a stale cache of NFS.
                 missed += 1
@@ -253,7 +259,10 @@ class Lease:
         """Show once more that this process lives; False where another one has the place by now."""
         self._own = msgspec.structs.replace(self._own, beat=self._own.beat + 1)
         try:
-            return self._place.renew(self._content(self._own)) or self._is_restored()
+            if not self._place.renew(self._content(self._own)):
+                return self._is_restored()
+            self._is_held = True
+            return True
         except (OSError, StoreFailure) as error:
             if not self._is_told:
                 log.warning("cannot renew the lease of %s: %s", self._where, format_error(error))
@@ -318,13 +327,15 @@ class Lease:
             pass
 
     def _is_restored(self) -> bool:
-        """Take it again where the file was only deleted, or is this one's own of before a new mount; else say whose it
-        is, once. Raises OSError and StoreFailure: nobody is known to have it, and the next beat tries again."""
+        """Take it again where the file was only deleted, is this one's own of before a new mount, or is the one that
+        `acquire` found free and could not replace; else say whose it is, once. Raises OSError and StoreFailure: nobody
+        is known to have it, and the next beat tries again."""
         self._place.let_go()
         content = self._place.read()
         found = decoded(content)
-        if content is None or (found is not None and found.name == self._own.name):
-            self._place.take(self._content(self._own), content)
+        is_free = content is None or (not self._is_held and content == self._free)
+        if is_free or (found is not None and found.name == self._own.name):
+            self._is_held |= self._place.take(self._content(self._own), content)
             return True  # where another was faster, the next beat reads of it
         self.lost = f"{self._where} was taken over by {found or 'another job'}: this one ends"
         log.critical("%s", self.lost)
