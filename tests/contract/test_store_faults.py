@@ -384,6 +384,41 @@ def test_a_read_that_fails_in_its_middle_refuses_that_copy_and_the_one_before_is
     store.close()
 
 
+@pytest.fixture
+def lost_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of the first of two snapshots, whose file handle a server does not know any more."""
+    store = new_store("filesystem", place)
+    for snapshot in (FIRST, SECOND):
+        write(store, snapshot)
+    folder: Path = store.directory / FIRST.name
+
+    def stale(call: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(path, str | Path) and Path(path).is_relative_to(folder):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return call(path, *arguments, **named)
+
+    for name in ("open", "stat", "lstat", "rename"):
+        monkeypatch.setattr(os, name, partial(stale, getattr(os, name)))
+    return folder
+
+
+@pytest.mark.usefixtures("lost_folder")
+def test_a_folder_that_cannot_be_looked_at_is_listed_as_unusable_beside_the_others(place: Path) -> None:
+    listed = new_store("filesystem", place).snapshots()
+    assert (listed.sealed, [one.snapshot for one in listed.torn]) == ((SECOND,), [FIRST])
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_one_that_is_gone(
+    place: Path, lost_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store("filesystem", place)
+    for act in (lambda: store.free(FIRST), lambda: store.reserve(FIRST, LAYOUT)):
+        with pytest.raises(StoreFailure, match=os.strerror(errno.ESTALE)):
+            act()
+    monkeypatch.undo()
+    assert lost_folder.is_dir()
+
+
 def test_memory_beyond_a_quota_is_refused_as_memory_that_is_not_there(place: Path) -> None:
     system = Sick("allocate", errno.EDQUOT)
     system.is_sick = True

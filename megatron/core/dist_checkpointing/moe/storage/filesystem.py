@@ -65,7 +65,9 @@ class FilesystemStore:
         with self._mutex:
             if snapshot in self._writing.values():
                 raise UsageError(f"the {snapshot} is being written already")
-            if os.path.lexists(self.directory / snapshot.name):
+            with failing_as(f"look for the {snapshot} in {self.directory}"):
+                is_there = _is_there(self.directory / snapshot.name)
+            if is_there:
                 raise UsageError(f"the {snapshot} is in {self.directory} already: free it before it is written again")
             # Claimed before the folder exists, so that no listing on another thread takes it for torn.
             aside = self._new_name("writing", snapshot)
@@ -95,8 +97,8 @@ class FilesystemStore:
                     self._manifest(snapshot)
                     sealed.append(snapshot)
                 except UnreadableCheckpoint as error:
-                    torn += [Torn(snapshot, str(path), str(error))] if path.exists() else []
-            elif unsealed and name not in self._writing and path.exists():
+                    torn += [] if _is_gone(path) else [Torn(snapshot, str(path), str(error))]
+            elif unsealed and name not in self._writing and not _is_gone(path):
                 torn.append(Torn(unsealed, str(path), f"{path}: it was never sealed, or is still being written"))
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: (item.snapshot, item.path))))
 
@@ -118,7 +120,7 @@ class FilesystemStore:
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`: a sealed snapshot vanishes by one rename before its files are deleted."""
         with failing_as(f"free the {snapshot} in {self.directory}"):
-            if os.path.lexists(self.directory / snapshot.name):
+            if _is_there(self.directory / snapshot.name):
                 freed = self._new_name("freed", snapshot)
                 self.system.rename(self.directory / snapshot.name, freed)
                 # Without this a power cut might bring the name back after its files were deleted.
@@ -204,6 +206,22 @@ class FilesystemStore:
                 " it was copied from an object store; use the original"
             )
         return manifest
+
+
+def _is_there(path: Path) -> bool:
+    """Whether anything has this name. Raises OSError where that cannot be told now: `os.path.lexists` says no then."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether nothing has this name, for sure."""
+    with suppress(OSError):
+        return not _is_there(path)
+    return False
 
 
 class FilesystemWriter(DurableWriter):
