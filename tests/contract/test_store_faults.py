@@ -384,6 +384,34 @@ def test_a_read_that_fails_in_its_middle_refuses_that_copy_and_the_one_before_is
     store.close()
 
 
+class Unsynced(OperatingSystem):
+    """A device on which the name of a folder once cannot be made durable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.fails = folder, True
+        self.synced: list[Path] = []
+
+    def sync(self, descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path == self.folder and self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(descriptor)
+        self.synced.append(path)
+
+
+def test_a_snapshot_whose_name_may_not_be_durable_is_written_again(place: Path) -> None:
+    system = Unsynced(place / "disk")
+    store = new_store("filesystem", place, system)
+    with pytest.raises(StoreFailure, match="Input/output error"):
+        write(store, FIRST)
+    assert not store.snapshots() and not list(store.directory.iterdir())
+    system.synced.clear()
+    write(store, FIRST, version=1)
+    assert system.synced[-1] == store.directory
+    assert read(store, FIRST) == content(FIRST, version=1)
+
+
 @pytest.fixture
 def lost_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That of the first of two snapshots, whose file handle a server does not know any more."""

@@ -142,10 +142,16 @@ class FilesystemStore:
             aside: The folder that was written, with the manifest in it.
             snapshot: The snapshot, whose name the folder gets.
         """
-        self.system.rename(aside, self.directory / snapshot.name)
-        # Before the sync: should that fail, the snapshot is there all the same and no longer being written.
+        path = self.directory / snapshot.name
+        self.system.rename(aside, path)
+        try:
+            sync_directory(self.directory, self.system)
+        except OSError:
+            # Taken back, to be discarded: whoever tries again would find it here, and call durable what never was.
+            with suppress(OSError):
+                self.system.rename(path, aside)
+            raise
         self._writing.pop(aside.name, None)
-        sync_directory(self.directory, self.system)
 
     def discard(self, aside: Path) -> None:
         """For writers: remove what was written, as far as the device lets it."""
