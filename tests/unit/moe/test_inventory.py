@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from operator import or_
@@ -16,7 +18,7 @@ from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.policy.availability import Survey
 from megatron.core.dist_checkpointing.moe.policy.lineage import Identity
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, OlderMemory, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Json, Layout, OlderMemory, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.recovery.findings import Digest, Judge, Overview, digest, overview
 from megatron.core.dist_checkpointing.moe.recovery.inventory import (
     Catalogue,
@@ -30,6 +32,8 @@ from megatron.core.dist_checkpointing.moe.recovery.local_inventory import LocalI
 from megatron.core.dist_checkpointing.moe.storage import manifest
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
+from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import (
     GRADIENTS,
     LOG,
@@ -41,6 +45,7 @@ from megatron.core.dist_checkpointing.moe.types import (
     Tier,
     expert,
 )
+from megatron.core.dist_checkpointing.moe.types.layout import MANIFEST
 
 TOPOLOGY: dict[str, Json] = {"world_size": 2, "ep": 2}
 ROUTER, EXPERTS = OperatorId(0, OperatorKind.ROUTER), (expert(0, 0), expert(0, 1))
@@ -138,6 +143,67 @@ def test_a_damaged_manifest_is_told_as_a_copy_that_is_not_sealed(node: Node) -> 
     assert found.found[0].why
     (copy,) = found.inventory().copies[0]
     assert not copy.sealed
+
+
+class Away(OperatingSystem):
+    """Storage that does not answer for the manifests of one iteration, or of all, so many times."""
+
+    def __init__(self, times: int, iteration: str = "") -> None:
+        self.times, self.iteration = times, iteration
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.times and path.name == MANIFEST and self.iteration in path.parent.name:
+            self.times -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return super().open(path, flags)
+
+
+@pytest.fixture
+def two_stored(tmp_path: Path) -> Path:
+    store = FilesystemStore(tmp_path, 0)
+    for iteration in (3, 4):
+        with store.reserve(SnapshotId(iteration, 0), LAYOUT) as writer:
+            writer.put("w", bytes(10))
+            writer.seal(Facts("job", "d", TOPOLOGY, {"operators": [], "timeline": [["one", 0]]}))
+    return tmp_path
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_does_not_count_as_damaged(two_stored: Path) -> None:
+    """Else a recovery goes back further than it has to, and says that the newest state is damaged."""
+    waited = list[float]()
+    store = FilesystemStore(two_stored, 0, system=Away(2, "iter_0000004"))
+    rows = listing(store, Tier.PERSISTENT, TOPOLOGY, wait=waited.append)
+    assert [(row.snapshot.iteration, row.why) for row in rows] == [(3, ""), (4, "")]
+    assert waited == [0.5, 2.0]
+
+
+def test_one_manifest_that_stays_away_is_told_with_its_reason(two_stored: Path) -> None:
+    store = FilesystemStore(two_stored, 0, system=Away(1000, "iter_0000004"))
+    rows = listing(store, Tier.PERSISTENT, TOPOLOGY, wait=lambda _: None)
+    assert {row.snapshot.iteration: os.strerror(errno.ESTALE) in row.why for row in rows} == {3: False, 4: True}
+
+
+def test_storage_of_which_no_manifest_can_be_read_now_is_not_taken_for_damaged(two_stored: Path) -> None:
+    """Else a job with --load trains on from an older checkpoint, where another start would find everything."""
+    store = FilesystemStore(two_stored, 0, system=Away(1000))
+    with pytest.raises(StoreFailure, match=r"no snapshot can be read now, .*iter_0000003.*Stale file handle"):
+        listing(store, Tier.PERSISTENT, TOPOLOGY, wait=lambda _: None)
+
+
+def test_an_object_store_tells_what_does_not_answer_from_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(f"memory://{tmp_path.name}", 0)
+    with store.reserve(SnapshotId(3, 0), LAYOUT) as writer:
+        writer.put("w", bytes(10))
+        writer.seal(Facts("job", "d", TOPOLOGY, {}))
+
+    def late(*_: object) -> bytes:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    for cat_file, may_pass in ((late, True), (lambda *_: b"{", False)):
+        monkeypatch.setattr(store.files, "cat_file", cat_file)
+        assert [one.may_pass for one in store.snapshots().torn] == [may_pass]
 
 
 def test_a_snapshot_that_was_never_sealed_is_told_too(node: Node) -> None:

@@ -28,6 +28,11 @@ def format_error(error: BaseException) -> str:
     return str(error) if isinstance(error, MoECheckpointError) else f"{type(error).__name__}: {error}"
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether it comes of an error of the file system that another try may not meet."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in MAY_PASS
+
+
 def reason(error: OSError) -> str:
     """Why a folder cannot be used, and what to do about it where that can be said."""
     said = error.strerror or str(error)

@@ -13,13 +13,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from ..errors import NotAccepted, UnreadableCheckpoint
+from ..errors import NotAccepted, StoreFailure, UnreadableCheckpoint, may_pass
 from ..policy.lineage import Lineage, belongs, past
 from ..ports import Facts, Json, ReadableStore, SnapshotId, Torn
 from ..types import (
@@ -45,6 +46,10 @@ _Index = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
 _Iteration = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
 _Kind = Annotated[int, msgspec.Meta(ge=0, le=max(OperatorKind).value)]
 _Parts = Annotated[int, msgspec.Meta(ge=0, le=(~Part.NOTHING).value)]
+
+
+PAUSES_S = 0.5, 2.0
+"""Before storage that did not answer is asked once more."""
 
 
 class OperatorPart(NamedTuple):
@@ -113,8 +118,9 @@ def listing(
     job: str = "",
     owner: int | None = None,
     is_older: Callable[[SnapshotId], bool] = lambda snapshot: False,
+    wait: Callable[[float], object] = time.sleep,
 ) -> list[InventoryRow]:
-    """The rows of one store.
+    """The rows of one store. Where it does not answer it is asked again, twice: what lies there is not damaged.
 
     Args:
         store: Is listed.
@@ -124,29 +130,47 @@ def listing(
         job: The job that must have made them; empty for any.
         owner: The rank whose snapshots to list; None: all.
         is_older: Whether a snapshot in storage stands for one in memory, which is freed where this job cannot use it.
+        wait: Waits for seconds.
 
     Raises:
-        StoreFailure: The store cannot be listed.
+        StoreFailure: The store cannot be listed, or none of its snapshots can be read now.
     """
-    listed, in_memory = store.snapshots(owner), tier is not Tier.PERSISTENT
+    in_memory = tier is not Tier.PERSISTENT
+    for pause_s in (*PAUSES_S, None):
+        listed = store.snapshots(owner)
+        opened = {snapshot: _opened(store, snapshot) for snapshot in listed.sealed}
+        refused = [found for found in opened.values() if isinstance(found, UnreadableCheckpoint)]
+        away = [one.why for one in listed.torn if one.may_pass] + [str(one) for one in refused if may_pass(one)]
+        if not away or pause_s is None:
+            break
+        wait(pause_s)
+    if away and len(refused) == len(opened):
+        raise StoreFailure(f"no snapshot can be read now, {len(away)} of them perhaps later: {away[0]}")
     rows = [
         InventoryRow(one.snapshot, tier, one.why, _interrupted(one), is_foreign=one.is_newer and in_memory)
         for one in listed.torn
     ]
-    for snapshot in listed.sealed:
-        try:
-            with store.open(snapshot) as reader:
-                facts, places = reader.manifest.facts, reader.manifest.layout.places
-        except UnreadableCheckpoint as error:
-            is_foreign = isinstance(error, NotAccepted) and is_older(snapshot)
-            rows.append(InventoryRow(snapshot, tier, str(error), is_foreign=is_foreign))
+    for snapshot, found in opened.items():
+        if isinstance(found, UnreadableCheckpoint):
+            is_foreign = isinstance(found, NotAccepted) and is_older(snapshot)
+            rows.append(InventoryRow(snapshot, tier, str(found), is_foreign=is_foreign))
         else:
+            facts, places = found
             row = _row(snapshot, tier, facts, why := _mismatch(facts, accepts, job, strategy))
             is_foreign = bool(why) and not _mismatch(facts, accepts, job, str(facts.scalars.get("made_by")))
             is_foreign = is_foreign and (in_memory or is_older(snapshot))
             has_fingerprints = snapshot.kind == LOG and any(received_key(way) in places for way in Direction)
             rows.append(msgspec.structs.replace(row, has_fingerprints=has_fingerprints, is_foreign=is_foreign))
     return rows
+
+
+def _opened(store: Store, snapshot: SnapshotId) -> tuple[Facts, Collection[str]] | UnreadableCheckpoint:
+    """What the manifest says and the keys of the records, or why it cannot be opened. Raises StoreFailure."""
+    try:
+        with store.open(snapshot) as reader:
+            return reader.manifest.facts, reader.manifest.layout.places.keys()
+    except UnreadableCheckpoint as error:
+        return error
 
 
 def _mismatch(facts: Facts, accepts: Mapping[str, Json], job: str, strategy: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import MAY_PASS, StoreFailure, UnreadableCheckpoint, UsageError
+from ..errors import MAY_PASS, StoreFailure, UnreadableCheckpoint, UsageError, may_pass
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .base import DurableWriter, SnapshotReader, sealed_manifest
 from .manifest import MOST_BYTES
@@ -97,7 +97,8 @@ class FilesystemStore:
                     self._manifest(snapshot)
                     sealed.append(snapshot)
                 except UnreadableCheckpoint as error:
-                    torn += [] if _is_gone(path) else [Torn(snapshot, str(path), str(error))]
+                    if not _is_gone(path):
+                        torn.append(Torn(snapshot, str(path), str(error), may_pass=may_pass(error)))
             elif unsealed and name not in self._writing and not _is_gone(path):
                 torn.append(Torn(unsealed, str(path), f"{path}: it was never sealed, or is still being written"))
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: (item.snapshot, item.path))))

@@ -19,7 +19,7 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError
+from ..errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint, UsageError, may_pass
 from ..types.layout import MANIFEST, Field, Layout, Listing, Manifest, Record, SnapshotId, Torn
 from .base import DurableWriter, SnapshotReader, sealed_manifest
 from .filesystem import FilesystemStore
@@ -101,7 +101,10 @@ class ObjectStore:
                         continue
                     if names := self._names(self._folder(snapshot)):
                         # The manifest is the last to appear and the first to go.
-                        torn.append(Torn(snapshot, self._folder(snapshot), str(error), MANIFEST not in names))
+                        is_unsealed = MANIFEST not in names
+                        torn.append(
+                            Torn(snapshot, self._folder(snapshot), str(error), is_unsealed, may_pass=may_pass(error))
+                        )
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: item.snapshot)))
 
     def open(self, snapshot: SnapshotId) -> ObjectReader:

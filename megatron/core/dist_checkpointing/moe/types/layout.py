@@ -228,6 +228,7 @@ class Torn:
 
     unsealed: it never was sealed, or is being written, where the path does not say so; else it may be damaged.
     is_newer: a later version sealed it, in memory, or a process that had a secret and this one has none.
+    may_pass: its storage did not answer, so that another look may find it sealed.
     """
 
     snapshot: SnapshotId
@@ -235,6 +236,7 @@ class Torn:
     why: str
     unsealed: bool = False
     is_newer: bool = False
+    may_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)
