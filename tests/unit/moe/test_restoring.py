@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.moe.megatron_state import restore
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer, level_step_counts
 from megatron.core.dist_checkpointing.moe.ports import Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.restoring import RestoreTask, _MeasuredReads
-from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState, keep, take
+from megatron.core.dist_checkpointing.moe.recovery.sources import KeptState, RefusedCopies, keep, take
 from megatron.core.dist_checkpointing.moe.types import PARKED, Part, RecoveryPlan, ReplaySegment, Scope, Tier, Topology
 
 ALONE = SimpleNamespace(rank=0, exchange=lambda messages: (), merge=lambda value, combine: value)
@@ -38,9 +38,9 @@ def test_state_that_no_copy_gives_is_nan_after_a_recovery_and_never_what_it_was(
 def test_state_of_another_dtype_is_refused_by_name_before_anything_is_written(dtype: str, fits: bool) -> None:
     key, did = "w[0:4]/exp_avg", list[str]()
     fields = [Field(key, "float16", (4,), Part.MOMENTS), Field("random/cpu", "uint8", (3,))]
-    facts = SimpleNamespace(scalars={})
+    facts = SimpleNamespace(scalars={"timeline": []})
     reader = nullcontext(SimpleNamespace(manifest=SimpleNamespace(layout=Layout.of(fields), facts=facts)))
-    found = SimpleNamespace(place=0, snapshot=SnapshotId(4, 0), tier=Tier.PERSISTENT, is_state=True)
+    found = SimpleNamespace(place=0, snapshot=SnapshotId(4, 0), tier=Tier.PERSISTENT, is_state=True, timeline=())
     need: Any = SimpleNamespace(found=found, parts=(), travels=False)
     ports: Any = SimpleNamespace(
         transport=ALONE,
@@ -58,6 +58,26 @@ def test_state_of_another_dtype_is_refused_by_name_before_anything_is_written(dt
     ):
         task.restore()
     assert did == ["poisoned"] * fits
+
+
+@pytest.mark.parametrize("led", [[["a", 0]], [["b", 4, 1]], None])
+def test_a_snapshot_that_another_attempt_has_replaced_since_it_was_listed_is_refused(led: Any) -> None:
+    """Its bytes match the manifest that is there now, and are of another past than what is restored beside it."""
+    manifest = SimpleNamespace(
+        snapshot=SnapshotId(4, 0), layout=Layout.of([]), facts=SimpleNamespace(scalars={"timeline": led})
+    )
+    reader = nullcontext(SimpleNamespace(manifest=manifest))
+    place = 0, SnapshotId(4, 0), Tier.PERSISTENT
+    found = SimpleNamespace(place=place, snapshot=place[1], tier=Tier.PERSISTENT, is_state=True, timeline=(("b", 4),))
+    need: Any = SimpleNamespace(found=found, parts=(), travels=False)
+    restorer = SimpleNamespace(poison=lambda: None)
+    ports: Any = SimpleNamespace(
+        transport=ALONE, restorer=restorer, kept=KeptState(), clock=None, open=lambda *_: reader, dtypes=dict
+    )
+    task = RestoreTask(ports, RecoveryPlan(4, Scope.GLOBAL, (ReplaySegment((0,), 4, 4),), ()), [[need]], Topology(1))
+    with pytest.raises(RefusedCopies) as refused:
+        task.restore()
+    assert list(refused.value.refused) == [place]
 
 
 class LateDevice:

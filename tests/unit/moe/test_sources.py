@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from megatron.core.dist_checkpointing.moe.policy.availability import OperatorOrder
 from megatron.core.dist_checkpointing.moe.policy.rollback import base_for
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.recovery.inventory import Catalogue, SnapshotEntry
 from megatron.core.dist_checkpointing.moe.recovery.local_inventory import whole_windows
 from megatron.core.dist_checkpointing.moe.recovery.sources import (
+    GatheredMetadata,
+    RefusedCopies,
+    gather_metadata,
     logs_and_gradients,
     needs,
     with_trainer_states,
@@ -99,6 +107,27 @@ def test_no_snapshot_travels_for_random_states_alone_where_a_log_tells_the_rest(
     only = Catalogue((own,), REQUIRED, nodes)
     assert [one.rank for one in with_trainer_states((), local(1), only, PIPELINE, ())] == [1]
     assert not with_trainer_states((), local(1), only, PIPELINE, {5})
+
+
+@pytest.mark.parametrize(("led", "is_refused"), [([["b", 0]], False), ([["a", 0]], True), (None, True)])
+def test_what_one_rank_tells_all_is_not_of_another_attempt_than_was_listed(led: Any, is_refused: bool) -> None:
+    place = 0, SNAPSHOT, Tier.PERSISTENT
+    scalars = {"timeline": led, "strategy": {"window": 2}}
+    manifest = SimpleNamespace(snapshot=SNAPSHOT, facts=SimpleNamespace(scalars=scalars))
+    shared: Any = SimpleNamespace(strategy=lambda at: place, journal=lambda at: None)
+    alone: Any = SimpleNamespace(rank=0, merge=lambda value, combine: value)
+
+    def gathered() -> GatheredMetadata:
+        plan = RecoveryPlan(4, Scope.GLOBAL, (), ())
+        reader: Any = nullcontext(SimpleNamespace(manifest=manifest))
+        return gather_metadata(plan, shared, OperatorOrder(()), alone, lambda *_: reader, (("b", 0),))[1]
+
+    if is_refused:
+        with pytest.raises(RefusedCopies) as refused:
+            gathered()
+        assert list(refused.value.refused) == [place]
+    else:
+        assert gathered().strategy == {"window": 2}
 
 
 # What a recovery takes of windows: snapshots of ranks without operators too, and whole windows only.

@@ -22,7 +22,7 @@ import msgspec
 
 from ..errors import NotAccepted, StoreFailure, UnreadableCheckpoint, may_pass
 from ..policy.lineage import Lineage, belongs, past
-from ..ports import Facts, Json, ReadableStore, SnapshotId, Torn
+from ..ports import Facts, Json, Manifest, ReadableStore, SnapshotId, Torn
 from ..types import (
     GRADIENTS,
     LOG,
@@ -386,6 +386,15 @@ def is_past(snapshot: Lineage, iteration: int, timeline: Lineage) -> bool:
         timeline: In whose past it may lie.
     """
     return belongs(past(snapshot, iteration), iteration, timeline)
+
+
+def timeline_of(manifest: Manifest) -> Lineage:
+    """The attempts that led to a snapshot, as its manifest says. Raises UnreadableCheckpoint."""
+    try:
+        timeline: Lineage = msgspec.convert(manifest.facts.scalars.get("timeline"), Lineage)
+    except msgspec.ValidationError as error:
+        raise UnreadableCheckpoint(f"the {manifest.snapshot} does not say which attempts led to it: {error}") from error
+    return timeline
 
 
 class _Sent(msgspec.Struct, array_like=True):

@@ -392,7 +392,7 @@ class Recovery:
         topology, usable = self._job.topology, self._usable(self._timeline)
         intact, ports, shared = usable.without(self._damaged), self._ports, self._digest
         assert shared is not None
-        plan, metadata = gather_metadata(plan, shared, self._job.order, ports.transport, ports.open)
+        plan, metadata = gather_metadata(plan, shared, self._job.order, ports.transport, ports.open, self._timeline)
         self._metadata = metadata
         sources = needs(plan, usable.inventory(self._damaged), intact)
         states = with_trainer_states(sources, plan, intact, topology, shared.logged)

@@ -48,7 +48,7 @@ from ..types import (
 from ..types.operators import scaled
 from .exactness import DivergenceNotes
 from .fetching import SnapshotFetcher
-from .inventory import CopyLocation
+from .inventory import CopyLocation, timeline_of
 from .sources import (
     GatheredMetadata,
     KeptReplay,
@@ -340,6 +340,11 @@ class RestoreTask:
             reader = self._arrived.get(place) or self._open.enter_context(
                 self._ports.open(need.found.snapshot, need.found.tier)
             )
+            # Bytes that match the manifest of another past are wrong beside those of this one.
+            if timeline_of(reader.manifest) != need.found.timeline:
+                raise UnreadableCheckpoint(
+                    f"the {need.found.snapshot} was replaced by that of another attempt since it was listed"
+                )
             is_checked = place in self._arrived or need.found.snapshot.iteration <= self._base
             if not is_checked and (torn := reader.verify()):
                 raise UnreadableCheckpoint(f"record {torn[0].key} does not match its checksum")

@@ -42,7 +42,7 @@ from ..types import (
 )
 from .exactness import ComparedIterations
 from .findings import Digest, Summary
-from .inventory import Catalogue, CopyLocation, SnapshotEntry
+from .inventory import Catalogue, CopyLocation, SnapshotEntry, is_past, timeline_of
 
 
 @dataclass(frozen=True)
@@ -293,6 +293,7 @@ def gather_metadata(
     order: OperatorOrder,
     transport: Transport,
     open_: Callable[[SnapshotId, Tier], Reader],
+    timeline: Lineage,
 ) -> tuple[RecoveryPlan, GatheredMetadata]:
     """Read it where it is and tell it; a collective over all ranks.
 
@@ -302,6 +303,7 @@ def gather_metadata(
         order: The numbers of all operators.
         transport: To all ranks.
         open_: Opens what this rank found.
+        timeline: In whose past all of it lies.
 
     Returns:
         The plan with what all ranks take, and what was read.
@@ -322,6 +324,10 @@ def gather_metadata(
         try:
             with open_(snapshot, tier) as reader:
                 scalars: Mapping[str, Any] = reader.manifest.facts.scalars
+                if not is_past(timeline_of(reader.manifest), snapshot.iteration, timeline):
+                    raise UnreadableCheckpoint(
+                        f"the {snapshot} was replaced by that of another attempt since it was listed"
+                    )
                 if place == strategy_from:
                     strategy = json.dumps(scalars["strategy"])
                 if place in journals:
