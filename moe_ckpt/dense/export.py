@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .chain import stacked_name, stacked_object_name
 from .dense_writer import DenseWriter
-from .integrity import damaged, seal, sums_of
+from .integrity import damaged, identities, refuse_saved_again, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
 from .names import COMMON, INDEX_BYTES, TRACKER, new_iteration_folder, read_beside
 
@@ -41,12 +41,15 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
 
     Raises:
         UsageError: there is nothing to merge, or something is in the way.
-        UnreadableCheckpoint: files have changed since they were saved, or as `open_merged`.
+        UnreadableCheckpoint: files have changed since they were saved, or meanwhile, or as `open_merged`.
         OSError: `target` cannot be written.
     """
-    merged = open_merged(source)
-    if merged is None or merged.chain.is_complete:
-        raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
+    named = _opened(source)
+    before = identities(part.directory for part in named.parts.values())
+    # Once more, now that its files are known: a job that goes back saves an iteration again, and swaps the folder.
+    merged = _opened(named.newest.directory)
+    if merged.chain != named.chain:
+        raise UnreadableCheckpoint(f"{named.newest.directory} was saved again while it was read; try again")
     root = Path(target)
     final = new_iteration_folder(root, merged.chain.iteration)
     sums = sums_of(merged.parts.values())
@@ -59,6 +62,7 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
         staging.mkdir(parents=True)
         try:
             _write(merged, staging, advance)
+            refuse_saved_again(before)
             os.rename(staging, final)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -66,6 +70,13 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
     sync_directory(root)
     write_atomically(root / TRACKER, str(merged.chain.iteration).encode())
     return final
+
+
+def _opened(source: Path | str) -> MergedCheckpoint:
+    merged = open_merged(source)
+    if merged is None or merged.chain.is_complete:
+        raise UsageError(f"{source} was saved whole, there is nothing to merge; use it as it is")
+    return merged
 
 
 def _entry_bytes(merged: MergedCheckpoint) -> int:

@@ -190,6 +190,27 @@ def sums_of(parts: Iterable[DenseCheckpoint]) -> dict[Path, FileSum]:
     return sums
 
 
+Identities = Mapping[Path, tuple[int, ...]]
+"""Of files: what tells each apart from any that takes its name later."""
+
+
+def identities(folders: Iterable[Path]) -> Identities:
+    """Of all files of iterations that are about to be read. Raises UnreadableCheckpoint."""
+    try:
+        found = {path: path.stat() for folder in folders for path in folder.iterdir()}
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{error.filename} cannot be read ({error.strerror}); try again") from error
+    return {path: (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for path, one in found.items()}
+
+
+def refuse_saved_again(before: Identities) -> None:
+    """Raises UnreadableCheckpoint where these iterations have other files by now: what was read is of several saves."""
+    after = identities({path.parent for path in before})
+    if after != before:
+        path, _ = min(before.items() ^ after.items())
+        raise UnreadableCheckpoint(f"{path.parent} was saved again while it was read ({path.name}); try again")
+
+
 def seal(directory: Path, known: Sums | None = None) -> None:
     """Write the integrity file of a folder that is complete otherwise.
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
 
 from ..dense.dense import DenseCheckpoint
-from ..dense.integrity import damaged, sums_of
+from ..dense.integrity import damaged, identities, refuse_saved_again, sums_of
 from ..dense.merged import open_alone
 from .config import Config
 from .families import read_model, written_config
@@ -87,7 +87,10 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
     """
     safetensors()  # before anything is read
     refuse_existing(request.target)
-    checkpoint = open_alone(request.source)
+    folder = open_alone(request.source).directory
+    before = identities([folder])
+    # Once more, now that its files are known: a job that goes back saves an iteration again, and swaps the folder.
+    checkpoint = open_alone(folder)
     like = request.like or _beside(checkpoint)
     config = _config(checkpoint, like)
     model = read_model(config)
@@ -122,6 +125,7 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
                 write_shard(staging / file, tensors)
                 advance(sum(tensor.nbytes for tensor in tensors.values()))
             _write_rest(staging, config, like, files, sum(nbytes for _, nbytes in sizes))
+            refuse_saved_again(before)
     dtypes = sorted({str(place.dtype).removeprefix("torch.") for place in found.values()})
     return Exported(
         model=model.name,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import verify_places
 
 from moe_ckpt.commands.main import main
+from moe_ckpt.dense import export
 from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.integrity import NAME, check
 from moe_ckpt.dense.names import TRACKER
@@ -77,6 +80,37 @@ def test_a_folder_that_names_another_checkpoint_is_left_as_it_is(
     assert code == 2
     assert "has checkpoints of its own" in err
     assert [path.read_text() for path in out.iterdir()] == [tracked]
+
+
+def saved_again(folder: Path, other: Path) -> None:
+    """As a job that went back does it."""
+    aside = folder.with_name(f".{folder.name}.replaced")
+    folder.rename(aside)
+    other.rename(folder)
+    shutil.rmtree(aside)
+
+
+@pytest.mark.parametrize("iteration", [12, 36])
+@pytest.mark.parametrize("before", ["sums_of", "damaged", "_write"])
+def test_an_iteration_that_is_saved_again_meanwhile_is_not_converted_into_a_mixture(
+    before: str, iteration: int, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else bytes that nobody has compared with a checksum get one that they match."""
+    root, out = verify_places.chained(tmp_path / "run", 4), tmp_path / "out"
+    folder = root / f"iter_{iteration:07d}"
+    other = shutil.copytree(folder, tmp_path / "other")
+    step = getattr(export, before)
+
+    def late(*arguments: Any) -> Any:
+        if other.exists():
+            saved_again(folder, other)
+        return step(*arguments)
+
+    monkeypatch.setattr(export, before, late)
+    code, err = convert(root, out)
+    assert code == 1
+    assert f"{folder} was saved again while it was read" in err
+    assert not list(out.iterdir())
 
 
 def test_a_chain_is_converted_into_an_intact_checkpoint(convert: Convert, tmp_path: Path) -> None:

@@ -667,6 +667,27 @@ def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_that_is_saved_again_while_it_is_exported_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_ckpt.hugging_face import exporting
+
+    convert("--from", "hf", folder_of("mixtral", tmp_path / "folder"), tmp_path / "in")
+    release, other = tmp_path / "in" / "release", shutil.copytree(tmp_path / "in" / "release", tmp_path / "other")
+    damaged = exporting.damaged
+
+    def late(*arguments: Any) -> Any:
+        found = damaged(*arguments)
+        shutil.rmtree(release)
+        other.rename(release)
+        return found
+
+    monkeypatch.setattr(exporting, "damaged", late)
+    with pytest.raises(UnreadableCheckpoint, match="was saved again while it was read"):
+        convert("--to", "hf", tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
 def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     folder = folder_of("mixtral", tmp_path / "folder")
     convert("--from", "hf", folder, tmp_path / "in")
