@@ -101,6 +101,11 @@ def _of_folder(folder: Path) -> LocationKind:
 
 def _refuse_unfinished(place: object, own: str) -> None:
     staged = STAGED.fullmatch(own)
+    if staged and staged[2] == "replaced":
+        raise UnreadableCheckpoint(
+            f"{place} is iteration {int(staged[1])}, moved aside by a save of it: if that did not finish, the next"
+            " start publishes it; take one of the iter_ folders beside it"
+        )
     if staged:
         doing = "written" if staged[2] == "saving" else "removed"
         raise UnreadableCheckpoint(

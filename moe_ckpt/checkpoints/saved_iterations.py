@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain, says_partial
-from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, published, read_tracker
+from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, moved_aside, published, read_tracker
 
 COMPLETE, UNREADABLE = "complete", "not readable now"
 LISTINGS = 8
@@ -95,6 +95,8 @@ def tracked(root: Path) -> str:
 
 def _state_of(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]:
     staged = STAGED.fullmatch(folder.name)
+    if staged and folder in moved_aside(folder.parent).values():
+        return "moved aside by a save that did not finish: the next start publishes it", ()
     if staged:
         return "half-written" if staged[2] == "saving" else "half-removed", ()
     missing = [name for name in (INDEX, FORMAT) if name not in names]

@@ -11,7 +11,7 @@ from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.dense import DenseCheckpoint, open_dense
 from moe_ckpt.dense.integrity import Advance
 from moe_ckpt.dense.merged import open_merged
-from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, published, read_tracker
+from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, moved_aside, published, read_tracker
 
 from .location import Checked, Finding, Verified
 
@@ -43,7 +43,7 @@ def verify_saves(root: Path, advance: Advance) -> Verified:
     root = root.absolute()
     results: dict[Path, Verified] = {}
     for _ in range(LISTINGS):
-        new = [path for path in _published(root) if path not in results]
+        new = [path for path in (*_published(root), *moved_aside(root).values()) if path not in results]
         if not new:
             break
         results |= {path: _verified_of_any_version(path, advance) for path in new}
@@ -58,8 +58,10 @@ def verify_saves(root: Path, advance: Advance) -> Verified:
     whole = [path for path in loadable if not _damaged(path, checked)]
     if not whole:
         findings.append(Finding(str(root), "there is nothing to restore from: no iteration is whole"))
-    left = sorted(path for path in root.iterdir() if STAGED.fullmatch(path.name))
-    notes = [f"{path} was left by a save that did not finish, or is being written" for path in left]
+    left = sorted(path for path in root.iterdir() if STAGED.fullmatch(path.name) and path not in folders)
+    aside = [path for path in folders if STAGED.fullmatch(path.name)]
+    notes = [f"{path} was to be replaced by a save that did not finish: the next start publishes it" for path in aside]
+    notes += [f"{path} was left by a save that did not finish, or is being written" for path in left]
     notes += [f"{path} is newer than {TRACKER} says: it is loaded only if it is asked for" for path in newer]
     restores = _named(max(whole, key=lambda path: _number(path.name))) if whole else ""
     return Verified.of_parts(checked.values(), findings, notes, restores)
@@ -84,8 +86,8 @@ def _damaged(folder: Path, results: Mapping[Path, Verified]) -> bool:
 
 
 def _number(name: str) -> int:
-    """Of an iteration; a release is before all of them."""
-    match = ITERATION.fullmatch(name)
+    """Of an iteration, also of one that was moved aside; a release is before all of them."""
+    match = ITERATION.fullmatch(name) or STAGED.fullmatch(name)
     return int(match[1]) if match else -1
 
 
@@ -178,6 +180,6 @@ def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:
         return None, (Finding(str(path), str(error)),)
     if name is None:
         return None, (Finding(str(path), "it is missing, so stock Megatron finds nothing to load"),)
-    if not (root / name).is_dir():
+    if not (root / name).is_dir() and name not in moved_aside(root):
         return name, (Finding(str(path), f"it names {name}, which is not there"),)
     return name, ()

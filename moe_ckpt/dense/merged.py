@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.types import OperatorId, expert
 from .chain import MANIFEST, Chain, ExpertEntry, expert_entry, object_entry, read_chain, says_partial
 from .dcp_metadata import Chunk
 from .dense import DenseCheckpoint, open_dense, resolve_iteration
-from .names import published
+from .names import REPLACED, published
 
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>[\d.]+)_[\d.]+")
 
@@ -108,7 +108,8 @@ def open_merged(directory: Path | str) -> MergedCheckpoint | None:
                 " is missing; take another iteration"
             )
         return None
-    if directory.name != f"iter_{chain.iteration:07d}":
+    name = f"iter_{chain.iteration:07d}"
+    if directory.name not in (name, f".{name}{REPLACED}"):
         if chain.is_complete and not says_partial(directory):
             return None  # needs no other, under whatever name it was published
         raise UnreadableCheckpoint(
@@ -139,8 +140,8 @@ def open_alone(directory: Path) -> DenseCheckpoint:
 def _open_part(directory: Path, chain: Chain, iteration: int) -> DenseCheckpoint:
     folder = directory.parent / f"iter_{iteration:07d}"
     needed = f"{directory.name} needs {folder}, which holds the newest copies of {_named(chain.held_by(iteration))}"
-    if folder == directory:
-        return open_dense(folder)
+    if iteration == chain.iteration:
+        return open_dense(directory)
     if not folder.is_dir():
         raise UnreadableCheckpoint(f"{needed}, but it is missing; put it back or take another iteration")
     try:

@@ -101,6 +101,16 @@ def published(folder: Path) -> Path:
     return folder.absolute() if ITERATION.fullmatch(folder.name) else folder.resolve()
 
 
+def moved_aside(root: Path) -> dict[str, Path]:
+    """Whole iterations that a save moved out of its way, and has not replaced yet, by the names that they had.
+
+    The next start publishes them again. Raises OSError.
+    """
+    staged = [path for path in root.iterdir() if STAGED.fullmatch(path.name) and path.suffix == REPLACED]
+    named = {path.stem.removeprefix("."): path for path in staged}
+    return {name: path for name, path in named.items() if not (root / name).exists()}
+
+
 def condemned(folder: Path) -> Path:
     """Rename an iteration that is to be removed: a crash in between leaves no half-deleted one that looks whole.
 

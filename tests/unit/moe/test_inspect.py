@@ -151,6 +151,14 @@ def test_what_the_tracker_names_is_passed_over_when_it_is_torn(data, saves: Path
     assert states[".iter_0000018.saving"] == "half-written"
 
 
+def test_an_iteration_is_called_half_removed_only_where_the_save_that_replaces_it_is_there(data, saves: Path) -> None:
+    (saves / ".iter_0000012.replaced").mkdir()
+    (saves / "iter_0000006").rename(saves / ".iter_0000006.replaced")
+    states = {row["iteration"]: row["state"] for row in data(saves)["iterations"]}
+    assert states[".iter_0000012.replaced"] == "half-removed"
+    assert states[".iter_0000006.replaced"] == "moved aside by a save that did not finish: the next start publishes it"
+
+
 def test_a_damaged_newest_iteration_is_shown_and_named_with_exit_code_1(output: Call, saves: Path) -> None:
     (saves / "iter_0000012" / ".metadata").write_bytes(b"nothing")
     code, out, err = output("inspect", saves)

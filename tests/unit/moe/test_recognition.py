@@ -116,6 +116,11 @@ def test_a_staging_folder_is_a_half_written_checkpoint(name: str, tmp_path: Path
         recognize(str(write(tmp_path / name, "__0_0.distcp")))
 
 
+def test_an_iteration_that_a_save_had_moved_aside_is_not_called_half_written(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCheckpoint, match=r"is iteration 12, moved aside by a save of it: .* the next start"):
+        recognize(str(write(tmp_path / ".iter_0000012.replaced", "__0_0.distcp")))
+
+
 @pytest.mark.parametrize("name", [f".writing.{SNAPSHOT.name}.00000.5f0c8a1e", SNAPSHOT.name])
 def test_a_snapshot_that_was_never_sealed_is_half_written(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpoint, match="half-written snapshot"):

@@ -207,6 +207,29 @@ def test_what_a_save_left_behind_is_told_and_is_no_damage(tmp_path: Path) -> Non
     assert ".iter_0000036.saving was left by a save that did not finish" in result.unchecked[0]
 
 
+@pytest.mark.parametrize(("make", "iteration"), [(verify_places.dense, 24), (verify_places.chained, 36)])
+def test_an_iteration_that_a_killed_save_had_moved_aside_is_whole(
+    make: Callable[[Path, int], Path], iteration: int, tmp_path: Path
+) -> None:
+    """Killed between its two renames: the next start publishes what was there before."""
+    root = make(tmp_path / "saved", 5)
+    aside = (root / f"iter_{iteration:07d}").rename(root / f".iter_{iteration:07d}.replaced")
+    result = looked_at(root)
+    assert (result.findings, result.restores) == ((), f"iteration {iteration}")
+    assert result.unchecked == (
+        f"{aside} was to be replaced by a save that did not finish: the next start publishes it",
+    )
+
+
+def test_a_byte_that_changed_in_an_iteration_that_was_moved_aside_is_found(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path / "saved", 5)
+    aside = (root / "iter_0000024").rename(root / ".iter_0000024.replaced")
+    verify_places.flip(random.Random(5), root, list(aside.glob("*.distcp")))
+    result = looked_at(root)
+    assert [str(aside) in str(finding) for finding in result.findings] == [True]
+    assert result.restores == "iteration 12"
+
+
 def test_an_iteration_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
     root = verify_places.dense(tmp_path, 9)
     result = locate(str(root)).verify(lambda _: shutil.rmtree(root / "iter_0000012", ignore_errors=True))
