@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import (
     MAX_ATTEMPTS,
     RECENT_ATTEMPTS,
+    Identity,
     attempt_name,
     attempt_of,
     belongs,
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import (
     past,
     shortened,
 )
+from megatron.core.dist_checkpointing.moe.types import PARKED, OperatorKind, Part, Piece, SnapshotPlan, expert
 
 FIRST = continued((), "a", 0)
 SECOND = continued(past(FIRST, 6), "b", 6)
@@ -130,3 +132,13 @@ def test_each_iteration_of_any_history_has_exactly_one_attempt(faults: list[tupl
     for snapshot, iteration in made:
         expected = trained.get(iteration) == snapshot[-1][0]
         assert belongs(snapshot, iteration, timeline) == expected
+
+
+@pytest.mark.parametrize("kind", ["snapshot", PARKED])
+def test_the_piece_with_the_trainers_state_says_all_that_its_rank_owns(kind: str) -> None:
+    identity = Identity("job", {}, frozenset({expert(0, 1), expert(0, 0)}))
+    piece = Piece(kind, SnapshotPlan(4, {expert(0, 1): Part.MASTER}))
+    leading, other = identity.facts(piece, {"trainer": {}}), identity.facts(piece, {})
+    every = [[0, OperatorKind.EXPERT.value, index] for index in (0, 1)]
+    assert leading.scalars.get("owns") == (None if kind == PARKED else every)
+    assert "owns" not in other.scalars
