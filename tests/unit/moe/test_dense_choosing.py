@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves.loading import with_stale_experts
 from megatron.core.dist_checkpointing.moe.stock.dense import LOST, StockSaves, newest_checkpoint
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode
-from moe_ckpt.dense.integrity import seal
+from moe_ckpt.dense.integrity import NAME, seal
 from moe_ckpt.dense.names import TRACKER
 
 
@@ -97,6 +97,22 @@ def test_one_that_a_killed_save_had_moved_out_of_its_way_is_loaded_again(tmp_pat
     with pytest.raises(UnreadableCheckpoint) if asked else nullcontext():  # another job may be at work there
         assert told(arguments(tmp_path, ckpt_step=asked)) == (2, None)
     assert told(arguments(tmp_path, ckpt_step=asked, save=str(tmp_path))) == (asked, None)
+
+
+def test_one_whose_checksums_vanish_while_it_is_looked_at_is_not_loaded_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, 4)
+    exists = Path.exists
+
+    def last_seen(path: Path, **named: Any) -> bool:
+        was_there = exists(path, **named)
+        if path == tmp_path / "iter_0000004" / NAME:
+            path.unlink()
+        return was_there
+
+    monkeypatch.setattr(Path, "exists", last_seen)
+    assert told(arguments(tmp_path)) == (2, None)
 
 
 def test_a_pretrained_checkpoint_is_compared_where_it_is_what_is_loaded(tmp_path: Path) -> None:

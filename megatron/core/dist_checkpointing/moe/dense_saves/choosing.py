@@ -155,6 +155,8 @@ def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:
         raise UnreadableCheckpoint(f"{folder} is missing; take another iteration")
     is_sealed = is_keyed() or (folder / NAME).exists()
     sums = integrity.expected(folder, {}) if is_sealed else None
+    if is_sealed and sums is None:  # only ever seen where somebody replaces or removes it now
+        raise UnreadableCheckpoint(f"{folder / NAME} vanished while it was read; take another iteration")
     merged = open_merged(folder)
     if merged is not None:  # its experts are loaded from other checkpoints, too
         return integrity.sums_of(merged.parts.values())
