@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense.chain import Chain, read_chain
 from moe_ckpt.dense.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
 from moe_ckpt.dense.integrity import NAME as INTEGRITY
-from moe_ckpt.dense.names import COMMON, TRACKER
+from moe_ckpt.dense.names import COMMON, ITERATION, TRACKER
 from moe_ckpt.report import Fact, Report, Table, table
 
 from .location import Inspection, age_of
@@ -82,10 +82,10 @@ def iteration_report(folder: Path, now_s: float) -> Inspection:
 
 def _newest(root: Path, found: tuple[SavedIteration, ...]) -> SavedIteration | None:
     """The one that is loaded: that which the tracker names, else the newest whole one, not newer than the tracker's."""
-    name = tracked(root)
+    last = ITERATION.fullmatch(tracked(root))
     whole = [saved for saved in found if saved.is_complete]
     named = next((saved for saved in whole if saved.tracked), None)
-    older = [saved for saved in whole if not name.startswith("iter_") or saved.folder.name <= name]
+    older = [saved for saved in whole if not last or (saved.iteration is not None and saved.iteration <= int(last[1]))]
     return named or next(reversed(older), None)
 
 

@@ -159,6 +159,14 @@ def test_an_iteration_is_called_half_removed_only_where_the_save_that_replaces_i
     assert states[".iter_0000006.replaced"] == "moved aside by a save that did not finish: the next start publishes it"
 
 
+def test_an_iteration_with_fewer_digits_than_the_one_that_the_tracker_names_is_older(data, saves: Path) -> None:
+    (saves / "iter_0000006").rename(saves / "iter_9999999")
+    (saves / "iter_0000012").rename(saves / "iter_10000000")
+    (saves / "iter_10000000" / "metadata.json").unlink()
+    (saves / "latest_checkpointed_iteration.txt").write_text("10000000")
+    assert data(saves)["newest_iteration"] == 9999999
+
+
 def test_a_damaged_newest_iteration_is_shown_and_named_with_exit_code_1(output: Call, saves: Path) -> None:
     (saves / "iter_0000012" / ".metadata").write_bytes(b"nothing")
     code, out, err = output("inspect", saves)
