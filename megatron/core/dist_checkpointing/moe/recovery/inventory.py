@@ -164,7 +164,7 @@ def listing(
     return rows
 
 
-def _opened(store: Store, snapshot: SnapshotId) -> tuple[Facts, Collection[str]] | UnreadableCheckpoint:
+def _opened(store: ReadableStore, snapshot: SnapshotId) -> tuple[Facts, Collection[str]] | UnreadableCheckpoint:
     """What the manifest says and the keys of the records, or why it cannot be opened. Raises StoreFailure."""
     try:
         with store.open(snapshot) as reader:
