@@ -128,8 +128,7 @@ def beside_stock() -> tuple[Stock, ...]:
     found = []
     for gpus in GPUS:
         setting = job_setting(gpus, "cold")
-        for mtbf_s in JOB_MTBFS_S:
-            found.append(_stock(setting, mtbf_s))
+        found += [_stock(setting, mtbf_s) for mtbf_s in JOB_MTBFS_S]
     return tuple(found)
 
 
@@ -168,6 +167,7 @@ def break_even_gpus(which: str) -> int:
 def figure() -> Figure:
     """Both."""
     wins, found = [one.ratio for one in slow_links() if one.gain > WORTH], on_cpus()
+    beyond = {key: one.mean for key, one in found.items() if one.is_beyond()}
     always = [ratio for ratio in RATIOS if wins.count(ratio) == len(MTBFS)]
     return Figure(
         "break_even",
@@ -194,8 +194,10 @@ def figure() -> Figure:
         # Where less is gained, larger jobs are worth it.
         {
             "iteration_s": job_setting(64, "in-place").iteration_s, "measured": len(found), "where": where(_kept()),
-            "ahead": sum(one.mean > 0 and one.is_beyond() for one in found.values()),
-            "behind": sum(one.mean < 0 and one.is_beyond() for one in found.values()),
+            "ahead": sum(mean > 0 for mean in beyond.values()), "behind": sum(mean < 0 for mean in beyond.values()),
+            "opposite": ", ".join(f"{one.ratio:g} with {one.mtbf:,}" for one in slow_links()
+                                  if one.gain > WORTH and beyond.get((one.ratio, one.mtbf), 0.0) < 0),
+            "chosen": " to ".join(sorted({str(one["sparse"]["window"]) for one in _kept()["links"]["2"]})),
             "break_even_gpus": break_even_gpus("gain"), "least_gpus": break_even_gpus("most"),
             "most_gpus": break_even_gpus("least"),
         },
@@ -203,11 +205,10 @@ def figure() -> Figure:
 
 
 def _table() -> Rows:
-    rows = (
+    return (
         (f"{one.gpus:,}", one.mtbf_s, f"{one.full:.3f}", f"{one.stock:.3f}", _points(one.gain),
          f"{_points(one.least)} to {_points(one.most)}") for one in beside_stock()
     )  # fmt: skip
-    return rows
 
 
 def _points(gain: float) -> str:
@@ -228,8 +229,7 @@ def _draw(axes: list[Any]) -> None:
     for line, mtbf in zip(axes[0].get_lines(), MTBFS, strict=True):
         of = [(ratio, gain) for (ratio, every), gain in on_cpus().items() if every == mtbf]
         axes[0].errorbar(
-            [ratio for ratio, _ in of],
-            [100 * gain.mean for _, gain in of],
+            [ratio for ratio, _ in of], [100 * gain.mean for _, gain in of],
             [100 * gain.half_width for _, gain in of],
             color=line.get_color(), linestyle="none", marker="s", capsize=3,
         )  # fmt: skip

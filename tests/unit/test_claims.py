@@ -76,6 +76,7 @@ GIVEN = (
     "10 GB in each iteration",
     "every 100 iterations",
     "every 1,000",
+    "every 10,000",
     "2026",
 )
 """Numbers of README beside results which are settings, asked for, or dates."""
