@@ -160,10 +160,9 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         *_table(result["stock"], OURS),
         "",
-        f"Stock is `torch_dist`, asynchronous, every {intervals} iterations, the best for these"
-        f" kills, with as many standbys. By ETTR ahead: {_ahead(_gains(result['stock'], *OURS))}. A rank's state has"
-        " 1 MB, which storage takes in no time and keeps through lost nodes: what `full` saves with larger ones is not"
-        " in this.",
+        f"Stock is `torch_dist`, asynchronous, every {intervals} iterations, the best for these kills, with as many"
+        f" standbys. By ETTR ahead: {_ahead(_gains(result['stock'], *OURS))}. A rank's state has 1 MB, which storage"
+        " takes in no time and keeps through lost nodes: what `full` saves with larger ones is not in this.",
     ]
     if not result["slow_link"]:
         return lines

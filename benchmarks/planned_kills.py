@@ -265,18 +265,10 @@ def regressions(result: dict[str, Any], found: Sequence[Outcome]) -> list[str]:
         " predicted by the line through those of other depths; ± is half of the 95 % interval for the mean of as many"
         " as were measured, and of a layer the standard error. The null predictor scales the deepest.",
         "",
-        row(
-            "layout",
-            "layers of the line",
-            "jobs of each",
-            "of a layer",
-            "predicted",
-            "measured",
-            "within",
-            "null predictor",
-        ),
+        row("layout", "layers of the line", "jobs of each", "of a layer", "predicted", "measured", "within",
+            "null predictor"),
         rule(8, 2),
-    ]
+    ]  # fmt: skip
     for name, jobs in depths.items():
         others = [(layers, took_s) for layers, took_s in jobs if layers != OWN_DEPTH]
         line, deepest = fitted(others), max(layers for layers, _ in others)

@@ -113,10 +113,9 @@ def page(result: dict[str, Any]) -> list[str]:
     sent = {kind: statistics.fmean(one[kind]["sent"] for one in rounds) for kind in kinds}
     lines = [
         *BENCHMARK.head("Gradients that are rolled forward, and windows that are replayed"),
-        f"{laid_out(result['layout'])} {where(result)}; {len(rounds)} jobs of each kind. Gradients are"
-        " reduced in bf16 in all of them. Each rank has a replica on the other node. One is killed and its memory lost;"
-        " all processes start again, whose imports are left out. Without snapshots an iteration takes"
-        f" {spread(plain)} s.",
+        f"{laid_out(result['layout'])} {where(result)}; {len(rounds)} jobs of each kind. Gradients are reduced in bf16"
+        " in all of them. Each rank has a replica on the other node. One is killed and its memory lost; all processes"
+        f" start again, whose imports are left out. Without snapshots an iteration takes {spread(plain)} s.",
         "",
         row("", "sent per iteration, MB", "iteration / none", "run again", "run again, s", "until training is back, s"),
         rule(6),

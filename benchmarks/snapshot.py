@@ -18,7 +18,7 @@ from peers import OURS, PEERS, WHEELS, missing_peers
 from moe_ckpt.simulator.events import estimate
 
 BENCHMARK = Benchmark("snapshot", 8, "snapshot.md")
-PEERS_FOLDER = ROOT / ".data" / "peers"
+PEERS_FOLDER, BESIDE_TORCH = ROOT / ".data" / "peers", ("NVRx", "DLRover", "LM-Resiliency")
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
 COMMON = f"{ENDLESS} --bf16 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 """Experts get equal numbers of tokens: for each new shape oneDNN compiles a kernel, which costs time and memory."""
@@ -50,7 +50,7 @@ def main() -> int:
 
 def measured(turns: int, quick: bool) -> dict[str, Any]:
     """The copies alone, the turns of all contestants, and those of some on models of several depths."""
-    missing = missing_peers(PEERS_FOLDER, ("NVRx", "DLRover", "LM-Resiliency"))
+    missing = missing_peers(PEERS_FOLDER, BESIDE_TORCH)
     peers = [name for name in PEERS if not (missing and name.startswith(tuple(missing)))]
     settings = {"copies": 6 if quick else 14, "interval": INTERVAL, "checkpoints_per_turn": 2}
     all_at_once = [*OURS, *(name for name in peers if name != "LM-Resiliency")]  # without a replica it is in the lines
@@ -155,9 +155,8 @@ def _costs(result: dict[str, Any]) -> list[str]:
         " ours, DLRover, LM-Resiliency and torch DCP save master weights and moments, and the first three in memory."
         " Ours checks every byte with a keyed checksum. DLRover copies in the thread that trains, also from a GPU;"
         " LM-Resiliency does so on a CPU alone, where processes forked from it share pages with it until it writes to"
-        " them."
-        " Only where the name says"
-        " `replica` does another rank hold a copy, and only with `storage` do files of ours hold one.",
+        " them. Only where the name says `replica` does another rank hold a copy, and only with `storage` do files of"
+        f" ours hold one. Peers: {', '.join(WHEELS[name].split()[0] for name in BESIDE_TORCH)}.",
         "",
         row("", "GB per checkpoint", "overhead, s", "stall, s", "processor time, s"),
         rule(5, 5),
@@ -186,6 +185,7 @@ def _ratios(result: dict[str, Any]) -> list[str]:
         rule(4, 4),
     ]
     verdicts: dict[str, list[str]] = {"ours": [], "neither": [], "the peer ahead": []}
+    alike: list[bool] = []  # whether ours is ahead, where both write files, or neither does and replicas are as many
     for ours, peers in COMPARED.items():
         for peer in (peer for peer in peers if peer in result["checkpoints"]["rows"]):
             mine, theirs = costs(result, ours), costs(result, peer)
@@ -194,9 +194,12 @@ def _ratios(result: dict[str, Any]) -> list[str]:
                 less = estimate([other - own for own, other in zip(mine[key], theirs[key], strict=True)])
                 which = "neither" if not less.is_beyond() else "ours" if less.mean > 0 else "the peer ahead"
                 verdicts[which].append(f"{key} of {ours} / {peer}")
+                same = ("storage" in ours) == ("torch" in peer) and (ours == "full, replica") == ("replica" in peer)
+                alike += [which == "ours"] * same
     told = [f"{which}: {'; '.join(found) or 'nowhere'}" for which, found in verdicts.items() if which != "ours"]
     count = sum(map(len, verdicts.values()))
-    return [*lines, "", f"Ours is ahead in {len(verdicts['ours'])} of {count}; {'; '.join(told)}."]
+    same = f"{sum(alike)} of the {len(alike)} where both protect alike, not corrected for their number"
+    return [*lines, "", f"Ours is ahead in {len(verdicts['ours'])} of {count}, {same}; {'; '.join(told)}."]
 
 
 def _by_bytes(result: dict[str, Any]) -> list[str]:
