@@ -44,10 +44,9 @@ def figure() -> Figure:
     changes = {share: given[share] / given[0.0] - 1 for share in given}
     found = {share: off(share) for share in shares()}
     rows = [
-        (share, f"{fmean(losses(share).values()):.4f}", f"{one:+.2%}",
-         f"{changes[share]:+.2%}")
+        (share, f"{fmean(losses(share).values()):.4f}", f"{one:+.2%}", f"{changes[share]:+.2%}")
         for share, one in found.items()
-    ]  # fmt: skip
+    ]
     made, most = training(), max(found)
     series = {
         "here": [100 * one.mean for one in found.values()],
@@ -64,7 +63,7 @@ def figure() -> Figure:
         ),
         values={
             "made": made, "seeds": len(losses(0.0)), "given": published("moetion")["table1"],
-            "beyond": ", ".join(f"{share:.0%}" for share in beyond) or "no share", "last": found[most].mean,
-            "there": changes[most],
+            "beyond": ", ".join(f"{share:.0%}" for share in beyond) or "no share", "last": found[most],
+            "there": changes[most], "count": len(found) - 1,
         },
     )  # fmt: skip
