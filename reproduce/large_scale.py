@@ -90,8 +90,8 @@ def figure() -> Figure:
             ((f"{one['gpus']:,}", one["mtbf_s"] / 60, NAMES[one["system"]], one["comeback"], one["restart_s"],
               one["interval"], one["overhead_share"], one["recovery_s"], decimals(one["ettr"]),
               f"{one['ettr_by_chance']:.3f}") for one in outcomes()),
-        ),
-        draw,
-        tuple(Fact(f"In place adds, full, {gpus:,} GPUs", gain(gpus, "gemini"), "share") for gpus in GPUS),
+        ), draw,
+        tuple(Fact(f"In place adds, full, {gpus:,} GPUs", f"{100 * gain(gpus, 'gemini'):.1f} points of ETTR")
+              for gpus in GPUS),
         {"seeds": len(SEEDS), "faults": FAULTS_PER_RUN},
     )  # fmt: skip

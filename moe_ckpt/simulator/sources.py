@@ -29,7 +29,8 @@ CONSTANTS = {
     "persist_stall_s": ("fitted", f"{_TABLE3}: CheckFreq's intervals, 3 rows"),
     "upload_slowdown": (
         "fitted",
-        f"{_TABLE3}: CheckFreq's intervals, the same 3 rows; for this project its ETTR, 12 cells, with a cold launch",
+        f"{_TABLE3}: CheckFreq's intervals, the same 3 rows; for this project {FOUND['fitted']['upload_slowdown']:g},"
+        " by its ETTR, 12 cells, with a cold launch",
     ),
     "persist_every_s": (
         "published",
