@@ -402,10 +402,7 @@ def job(ranks: int, turns: int) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> list[str]:
     """The page."""
     lines = [
-        "# The control plane by the number of ranks",
-        "",
-        f"Made by `benchmarks/control_plane.py --write`; all is in `benchmarks/results/{BENCHMARK.data.name}`.",
-        "",
+        *BENCHMARK.head("The control plane by the number of ranks", ""),
         f"Measured {where(result)}.",
         "",
         "A node of a DeepSeek-V3 job is lost; all other ranks have parked, and keep a window of 6 iterations with 2"

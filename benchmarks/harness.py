@@ -86,10 +86,10 @@ class Benchmark:
     def _kept(self) -> tuple[str, str]:
         return self.data.name, self.page
 
-    def head(self, title: str) -> list[str]:
-        """The first lines of its page."""
-        made = f"Made by `benchmarks/{self.name}.py --write`; all is in `benchmarks/results/{self.name}.json`."
-        return [f"# {title}", "", f"{made} Medians, and in brackets quartiles.", ""]
+    def head(self, title: str, shown: str = " Medians, and in brackets quartiles.") -> list[str]:
+        """The first lines of its page. shown: what its cells are."""
+        made = f"Made by `.venv/bin/python -W ignore benchmarks/{self.name}.py --write`"
+        return [f"# {title}", "", f"{made}; all is in `benchmarks/results/{self.name}.json`.{shown}", ""]
 
 
 def needs_gb(needed: float) -> None:

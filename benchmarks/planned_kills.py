@@ -198,10 +198,7 @@ def page(result: dict[str, Any]) -> list[str]:
     cases = result["cases"]
     both = {"run again": list(outcomes(cases, again)), "until training is back": list(outcomes(cases, whole))}
     lines = [
-        "# Recoveries, predicted and then measured",
-        "",
-        "Made by `benchmarks/planned_kills.py --write`; all is in `benchmarks/results/planned_kills.json`.",
-        "",
+        *BENCHMARK.head("Recoveries, predicted and then measured", ""),
         f"2 processes {where(result)}. A job of each layout and strategy loses {len(cases[0]['faults'])} processes."
         " Predicted: what `moe-ckpt plan --lost-ranks RANK --iteration N` says before the job runs, from its flags."
         " All numbers are in iterations of the same processes, between the faults. Experts are padded to a capacity.",
