@@ -198,6 +198,9 @@ def _ratios(result: dict[str, Any]) -> list[str]:
                 alike += [which == "ours"] * same
     told = [f"{which}: {'; '.join(found) or 'nowhere'}" for which, found in verdicts.items() if which != "ours"]
     count = sum(map(len, verdicts.values()))
+    few, full = costs(result, "pec"), costs(result, "full")
+    less = {key: estimate([1e3 * (one - all_) for one, all_ in zip(few[key], full[key], strict=True)]) for key in few}
+    lines += ["", f"`pec` less `full`: overhead {less['overhead']:+.1f} ms, stall {less['stall']:+.1f} ms."]
     same = f"{sum(alike)} of the {len(alike)} where both protect alike, not corrected for their number"
     return [*lines, "", f"Ours is ahead in {len(verdicts['ours'])} of {count}, {same}; {'; '.join(told)}."]
 

@@ -13,16 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features_by_loop.md"
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.dist_checkpointing.moe.features import (  # noqa: E402
-    FEATURES,
-    Absent,
-    Cell,
-    Feature,
-    Loop,
-    Refused,
-    Untested,
-    Works,
-)
+from megatron.core.dist_checkpointing.moe import features  # noqa: E402
 
 HEADING = """# Features by training loop
 
@@ -34,6 +25,11 @@ Made by `python tools/features_by_loop.py` from the table that flags are judged 
 """
 
 NOT_RECOMMENDED = {
+    "`--moe-ckpt-strategy sparse` where `full` fits": "no gain of ETTR on throttled links; with a fault every 1,000"
+    " iterations a loss where a state has 1, 2 and 8 times what a link carries in one ([four"
+    " rounds](results/slow-links.md))",
+    "`--moe-ckpt-strategy pec` where `full` fits": "a fifth of the bytes; less `full`, overhead of a checkpoint"
+    " -20.2 ± 77.0 ms, stall +0.8 ± 2.6 ms ([eight rounds](results/snapshot.md))",
     "`--moe-ckpt-strategy selective` where `full` fits": "sends 62.5 % of the bytes of `full`; iterations take 1.036 ±"
     " 0.040 of those with `full` ([four rounds](results/moetion-fig10.md))",
     "`--moe-ckpt-replicate gradients` with `selective`": "sends 41.7 % of the bytes; iterations take 1.099 ±"
@@ -44,39 +40,39 @@ NOT_RECOMMENDED = {
 """What works, and is here as papers have it, by what was measured of it."""
 
 
-def shown(cell: Cell) -> str:
+def shown(cell: features.Cell) -> str:
     """What a cell says."""
     match cell:
-        case Works():
+        case features.Works():
             return "works"
-        case Untested(note):
+        case features.Untested(note):
             return f"untested: {note}" if note else "untested"
-        case Refused(reason):
+        case features.Refused(reason):
             return f"**refused**: {reason}"
-        case Absent(instead):
+        case features.Absent(instead):
             return f"absent: {instead}"
 
 
-def line(feature: Feature) -> str:
+def line(feature: features.Feature) -> str:
     """A row of the page."""
-    return f"| {feature.name} | " + " | ".join(shown(feature.cell(loop)) for loop in Loop) + " |"
+    return f"| {feature.name} | " + " | ".join(shown(feature.cell(loop)) for loop in features.Loop) + " |"
 
 
 def tests() -> list[str]:
     """Each test that a cell names, with what it shows, once."""
     found: dict[str, list[str]] = {}
-    for feature in FEATURES:
-        for loop in Loop:
+    for feature in features.FEATURES:
+        for loop in features.Loop:
             cell = feature.cell(loop)
-            if isinstance(cell, Works):
+            if isinstance(cell, features.Works):
                 found.setdefault(cell.test, []).append(f"{feature.name} ({loop.value})")
     return [f"- {', '.join(shows)}: `{test}`" for test, shows in found.items()]
 
 
 def render() -> str:
     """The whole page."""
-    head = "| | " + " | ".join(loop.value for loop in Loop) + " |\n|---|" + "---|" * len(Loop)
-    table = "\n".join([head, *map(line, FEATURES)])
+    head = "| | " + " | ".join(loop.value for loop in features.Loop) + " |\n|---|" + "---|" * len(features.Loop)
+    table = "\n".join([head, *map(line, features.FEATURES)])
     sections = {
         "Not recommended": [
             "They work, and are here as papers have them. No benefit was measured:\n",
