@@ -86,14 +86,15 @@ def report(result: dict[str, Any]) -> list[str]:
             gigabytes = statistics.median(turn["bytes"] for turn in rows) / 1e9
             stalls, mean = spread(_stalls(rows, base), 1), f"{estimate(longer):.1f}"
             lines.append(row(name, f"{gigabytes:.3f}", stalls, spread(longer, 1), mean))
-    both = zip(_longer(found["rows"], "full"), _longer(found["rows"], "sparse/4"), strict=True)
-    less = estimate([full - sparse for full, sparse in both])
+    full, alone, window = (_longer(found["rows"], name) for name in ("full", "sparse", "sparse/4"))
+    less, fewer = (estimate([own - w for own, w in zip(of, window, strict=True)]) for of in (full, alone))
     even = "met" if unevenness(result) <= MOST_UNEVEN else "NOT met"
     return [
         *lines,
         "",
-        f"`full` less `sparse/4`: {less:+.1f} % of an iteration{'' if less.is_beyond() else ', no difference shown'}. ±"
-        " is half of the 95 % interval over rounds.",
+        f"`full` less `sparse/4`: {less:+.1f} % of an iteration{'' if less.is_beyond() else ', no difference shown'};"
+        f" `sparse` less `sparse/4`: {fewer:+.1f} %. ± is half of the 95 % interval over rounds; those of `full` are"
+        f" {', '.join(f'{one:.1f}' for one in sorted(full))} %.",
         "",
         f"Asked for: a stall of at most {MOST_STALL:.0%} with `sparse`: {'met' if stall_met(result) else 'NOT met'}."
         f" Bytes of an iteration at most {MOST_UNEVEN:.0%} off the mean of their window: {unevenness(result):.1%} at"

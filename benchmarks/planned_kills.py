@@ -230,10 +230,10 @@ def page(result: dict[str, Any]) -> list[str]:
         *lines,
         "Null predictor: the mean of what the faults of all other jobs cost, which knows no layout, no strategy and not"
         f" where the fault lies between two snapshots. Ours is, beyond the 95 % interval of the gain over"
-        f" {gain(both['run again']).runs} jobs, {'; '.join(better)}. In jobs with `sparse` alone"
-        f" the gain of what is run again is {gain(sparse):+.2f}. Intervals (95 %, for one more"
-        " fault) are from measured by predicted in all other jobs. Seconds of a restart are not predicted: they are the"
-        " median of the other jobs. Iteration times are not predicted either: they are the unit.",
+        f" {gain(both['run again']).runs} jobs, {'; '.join(better)}. The gain of run again"
+        f" is {gain(both['run again']):+.4f}, in jobs with `sparse` alone {gain(sparse):+.2f}: {verdict(sparse)}."
+        " Intervals (95 %, for one more fault) are from measured by predicted in all other jobs. Seconds of a restart"
+        " are not predicted: they are the median of the other jobs. Nor are iteration times: they are the unit.",
     ]
 
 
