@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.checks import not_negative, positive, whole
 
 FOUND: dict[str, Any] = json.loads((files(__package__) / "presets" / "constants.json").read_text(encoding="utf-8"))
-"""What was measured or fitted, by `python tools/constants.py` from the files that it names; a test compares."""
+"""What was measured or fitted, by `tools/simulator_constants.py` from the files that it names; a test compares."""
 
 
 @dataclass(frozen=True)
