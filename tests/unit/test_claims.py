@@ -72,7 +72,6 @@ def test_the_rows_of_costs_in_the_readme_are_all_claims() -> None:
 GIVEN = (
     "less than 1 %",
     "An interval of 1 is",
-    "(W = 4)",
     "10 GB in each iteration",
     "every 100 iterations",
     "every 1,000",
