@@ -84,7 +84,7 @@ class _Said(Struct):
     timeline: Annotated[tuple[tuple[str, int], ...], Meta(max_length=MAX_ATTEMPTS)] = ()
     window: tuple[int, int] | None = None
     operators: tuple[tuple[int, OperatorKind, int, Annotated[int, Meta(ge=0, le=15)]], ...] = ()
-    owns: tuple[tuple[int, OperatorKind, int], ...] = ()
+    left_out: tuple[tuple[int, OperatorKind, int], ...] = ()
     made_by: str | None = None
     trainer: _Trainer | None = None
     strategy: _Strategy | None = None
@@ -155,7 +155,7 @@ class StoredSnapshot:
     @property
     def owned(self) -> set[OperatorId]:
         """What is known to be its rank's: what it holds, and what it says."""
-        return {*self.parts, *(OperatorId(*one) for one in self.said.owns)}
+        return {*self.parts, *(OperatorId(*one) for one in self.said.left_out)}
 
     def unheld_experts(self, held: Mapping[OperatorId, Part]) -> set[OperatorId]:
         """Experts of which its strategy counts on copies, its own or older ones, and some state is not held."""

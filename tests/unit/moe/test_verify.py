@@ -398,16 +398,17 @@ def test_a_piece_of_the_experts_that_one_rank_lacks_is_found(tmp_path: Path) -> 
 def test_an_expert_is_missed_on_a_rank_of_which_nothing_else_had_it(tmp_path: Path) -> None:
     """The other rank holds a share of it, so all operators of the piece are known."""
     operators = {"experta": expert(0, 0), "expertb": expert(0, 1), "dense": OperatorId(-1, OperatorKind.EMBEDDING)}
-    part, owns = Part.MASTER_AND_MOMENTS, [[one.layer, one.kind.value, one.expert] for one in operators.values()]
+    part, experts = Part.MASTER_AND_MOMENTS, (operators["experta"], operators["expertb"])
+    left_out = [[one.layer, one.kind.value, one.expert] for one in experts]
     for rank in range(verify_places.WORLD_SIZE):
         for kind, held in operators.items():
             said = facts(1)
             scalars = said.scalars | {
-                "owns": owns,
+                "left_out": left_out,
                 "operators": [[held.layer, held.kind.value, held.expert, part.value]],
             }
             if kind != "dense":
-                del scalars["trainer"], scalars["owns"]
+                del scalars["trainer"], scalars["left_out"]
             digest = SnapshotPlan(1, {held: part}).digest()
             with FilesystemStore(tmp_path, rank).reserve(SnapshotId(1, rank, kind), Layout.of([])) as writer:
                 writer.seal(dataclasses.replace(said, plan_digest=digest, scalars=scalars))

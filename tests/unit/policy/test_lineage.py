@@ -135,10 +135,11 @@ def test_each_iteration_of_any_history_has_exactly_one_attempt(faults: list[tupl
 
 
 @pytest.mark.parametrize("kind", ["snapshot", PARKED])
-def test_the_piece_with_the_trainers_state_says_all_that_its_rank_owns(kind: str) -> None:
+def test_the_piece_with_the_trainers_state_says_what_else_its_rank_owns(kind: str) -> None:
     identity = Identity("job", {}, frozenset({expert(0, 1), expert(0, 0)}))
     piece = Piece(kind, SnapshotPlan(4, {expert(0, 1): Part.MASTER}))
     leading, other = identity.facts(piece, {"trainer": {}}), identity.facts(piece, {})
-    every = [[0, OperatorKind.EXPERT.value, index] for index in (0, 1)]
-    assert leading.scalars.get("owns") == (None if kind == PARKED else every)
-    assert "owns" not in other.scalars
+    assert leading.scalars.get("left_out") == (None if kind == PARKED else [[0, OperatorKind.EXPERT.value, 0]])
+    assert "left_out" not in other.scalars
+    whole = Piece(kind, SnapshotPlan(4, dict.fromkeys(identity.operators, Part.MASTER)))
+    assert "left_out" not in identity.facts(whole, {"trainer": {}}).scalars

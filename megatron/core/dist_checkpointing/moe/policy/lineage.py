@@ -178,7 +178,7 @@ class Identity:
         ]
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
-        """The facts of one piece, with the parts that it holds of this rank's operators; the first one names them all.
+        """The facts of one piece, with the parts that it holds of this rank's operators; the first one names others.
 
         Args:
             piece: Of a snapshot.
@@ -199,7 +199,7 @@ class Identity:
             "made_by": self.strategy,
             "window": window,
         }
-        if scalars and piece.kind not in STANDBY:
+        if scalars and piece.kind not in STANDBY and (left_out := sorted(self.operators - parts.keys())):
             # Else whoever looks at storage learns what is a rank's only from what it has there: not what has vanished.
-            own["owns"] = [[one.layer, one.kind.value, one.expert] for one in sorted(self.operators)]
+            own["left_out"] = [[one.layer, one.kind.value, one.expert] for one in left_out]
         return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})
