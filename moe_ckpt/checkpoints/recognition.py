@@ -104,7 +104,7 @@ def _refuse_unfinished(place: object, own: str) -> None:
     if staged and staged[2] == "replaced":
         raise UnreadableCheckpoint(
             f"{place} is iteration {int(staged[1])}, moved aside by a save of it: if that did not finish, the next"
-            " start publishes it; take one of the iter_ folders beside it"
+            " start publishes it; take an iter_ folder there"
         )
     if staged:
         doing = "written" if staged[2] == "saving" else "removed"

@@ -154,7 +154,7 @@ class StoredSnapshot:
 
     @property
     def owned(self) -> set[OperatorId]:
-        """What is known to be its rank's: what it holds, and what it says."""
+        """The operators of its rank, as far as it holds or names them."""
         return {*self.parts, *(OperatorId(*one) for one in self.said.left_out)}
 
     def unheld_experts(self, held: Mapping[OperatorId, Part]) -> set[OperatorId]:

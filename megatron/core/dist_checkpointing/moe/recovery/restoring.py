@@ -340,7 +340,7 @@ class RestoreTask:
             reader = self._arrived.get(place) or self._open.enter_context(
                 self._ports.open(need.found.snapshot, need.found.tier)
             )
-            # Bytes that match the manifest of another past are wrong beside those of this one.
+            # Bytes that match the manifest of another past are wrong in this one.
             if timeline_of(reader.manifest) != need.found.timeline:
                 raise UnreadableCheckpoint(
                     f"the {need.found.snapshot} was replaced by that of another attempt since it was listed"

@@ -281,7 +281,7 @@ class PreviousLayout(OlderMemory):
         )
 
     def strays(self) -> Sequence[ReadableStore]:
-        """As `OlderMemory.strays`: told by the first process of a node."""
+        """As `OlderMemory.strays`, for the first process of a node."""
         return self._strays
 
     def timelines(self) -> Collection[Lineage]:
@@ -326,7 +326,7 @@ class PreviousLayout(OlderMemory):
 
     def _free_strays(self) -> None:
         for slot in (stray.directory for stray in self._strays if not _is_of_others(stray)):
-            # Beside it the same process had its standby area. Whoever has come since keeps what it has.
+            # The same process had its standby area there. Whoever has come since keeps what it has.
             for area in slot.parent.glob(f"*{slot.name.removeprefix(SLOT)}"):
                 if not _is_claimed(area):
                     shutil.rmtree(area, ignore_errors=True)
