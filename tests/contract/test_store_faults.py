@@ -188,6 +188,60 @@ def test_an_object_store_that_fails_at_any_call_never_makes_a_wrong_byte(
         assert (store.snapshots().sealed, store.snapshots().torn) == ((), ())
 
 
+class WithoutCreate:
+    """A file system of fsspec before it knew puts that replace nothing."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        self._inner.pipe_file(path, value)
+
+
+@pytest.mark.parametrize("kind", ["objects", "objects in files"])
+@pytest.mark.parametrize("files", [lambda inner: inner, WithoutCreate], ids=["", "older"])
+def test_a_writer_that_was_given_up_and_comes_late_seals_nothing_over_what_another_has_sealed(
+    kind: str, files: Callable[[Any], Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, other = new_store(kind, place), new_store(kind, place)
+    hung.files = files(hung.files)
+    publish = hung.publish
+
+    def late(*arguments: Any) -> None:
+        other.free(FIRST)
+        write(other, FIRST, version=1)
+        publish(*arguments)
+
+    monkeypatch.setattr(hung, "publish", late)
+    with pytest.raises(StoreFailure, match="another process has sealed this snapshot meanwhile"):
+        write(hung, FIRST)
+    assert read(other, FIRST) == content(FIRST, version=1)
+    monkeypatch.undo()
+    hung.free(FIRST)
+    write(hung, FIRST, version=2)
+    assert read(other, FIRST) == content(FIRST, version=2)
+
+
+def test_a_seal_that_was_made_though_it_was_said_to_fail_is_not_taken_for_anothers(place: Path) -> None:
+    store = new_store("objects", place)
+    inner, tries = store.files, list[str]()
+
+    class Lost(WithoutCreate):
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+            inner.pipe_file(path, value)
+            tries.append(mode)
+            if mode == "create":
+                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    store.files = Lost(inner)
+    write(store, FIRST)
+    assert tries == ["create", "overwrite"]
+    assert read(store, FIRST) == content(FIRST)
+
+
 @pytest.fixture(params=["memory", "filesystem", "objects", "objects in files"])
 def kind(request: pytest.FixtureRequest) -> str:
     """Stores that have files."""

@@ -150,8 +150,16 @@ class ObjectStore:
             snapshot: The snapshot.
             segment: The name of the object with its bytes.
             manifest: The content of the manifest.
+
+        Raises:
+            FileExistsError: Another one is there: this writer was given up for dead, and comes late.
         """
-        self.files.pipe_file(f"{self._folder(snapshot)}/{MANIFEST}", manifest)
+        path = f"{self._folder(snapshot)}/{MANIFEST}"
+        try:
+            self.files.pipe_file(path, manifest, mode="create")
+        except Exception:  # it is there, or this backend, or its version, has no such put and says so in its own way
+            self._require_own(path, manifest)
+            self.files.pipe_file(path, manifest)
         self._writing.pop(segment, None)
 
     def discard(self, snapshot: SnapshotId, segment: str) -> None:
@@ -170,6 +178,11 @@ class ObjectStore:
 
     def _folder(self, snapshot: SnapshotId) -> str:
         return f"{self.root.rstrip('/')}/{snapshot.name}"
+
+    def _require_own(self, path: str, manifest: bytes) -> None:
+        self.files.invalidate_cache()
+        if self.files.exists(path) and self._content(path) != manifest:
+            raise FileExistsError(errno.EEXIST, "another process has sealed this snapshot meanwhile", path)
 
     def _names(self, folder: str) -> list[str]:
         """Names of the objects and folders in a folder, none when it does not exist."""
