@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+_OF_FSCK = "lost+found"
+"""Of a file system that is mounted there: only root may look into it, and no job writes there."""
+
 
 def length_bytes(folder: Path) -> int:
     """Lengths of all files; folders that cannot be listed count as nothing."""
@@ -24,7 +27,9 @@ def last_written_s(folder: Path) -> float:
 
 
 def _files(folder: Path, refused: Callable[[OSError], None] | None) -> Iterator[os.stat_result]:
-    for path, _, names in os.walk(folder, onerror=refused):
+    for path, folders, names in os.walk(folder, onerror=refused):
+        if Path(path) == folder and _OF_FSCK in folders:
+            folders.remove(_OF_FSCK)
         for name in names:
             with suppress(FileNotFoundError):
                 yield os.stat(os.path.join(path, name))

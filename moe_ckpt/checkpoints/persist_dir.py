@@ -107,10 +107,16 @@ class PersistFolder(PersistDir):
 
     def misnamed(self) -> Sequence[Path]:
         strangers = (path for path in self._folder.iterdir() if not SnapshotId.parse(path.name))
-        return sorted(path for path in strangers if not path.name.startswith(UNSEALED) and (path / MANIFEST).is_file())
+        return sorted(path for path in strangers if not path.name.startswith(UNSEALED) and _has_manifest(path))
 
     def half_deleted(self) -> Sequence[Path]:
         return sorted(self._folder.glob(".freed.*"))
+
+
+def _has_manifest(folder: Path) -> bool:
+    with suppress(PermissionError):  # the lost+found of a file system, or a folder of another user
+        return (folder / MANIFEST).is_file()
+    return False
 
 
 class PersistUrl(PersistDir):

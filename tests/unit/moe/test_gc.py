@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,26 @@ def pec(root: Path) -> None:
                 job.snapshot(root, SnapshotId(iteration, rank, kind), iteration, kind, GROUPS[kind])
         for rank in range(RANKS):
             job.snapshot(root, SnapshotId(iteration, rank, "dense"), iteration, "dense", [expert(-1, 0)])
+
+
+def test_storage_that_is_a_mount_is_looked_at_without_what_only_root_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pec(tmp_path)
+    only_root = tmp_path / "lost+found"
+    only_root.mkdir()
+
+    def refuse(call: Callable[..., Any], path: Any = ".", *arguments: Any, **named: Any) -> Any:
+        is_inside = isinstance(path, str | Path) and only_root in Path(path).parents
+        if is_inside or (call is scan and Path(path) == only_root):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return call(path, *arguments, **named)
+
+    scan, look = os.scandir, os.stat
+    monkeypatch.setattr(os, "scandir", partial(refuse, scan))
+    monkeypatch.setattr(os, "stat", partial(refuse, look))
+    assert StorageLocation(str(tmp_path)).verify().findings == ()
+    assert freed(of_storage(tmp_path, keep_last=1))
 
 
 def names(root: Path) -> list[str]:
