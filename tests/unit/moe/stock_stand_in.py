@@ -221,7 +221,7 @@ def arguments(**values: Any) -> argparse.Namespace:
     given = {f"moe_ckpt_{name}": getattr(config, name) for name in vars(config)}
     given |= {"moe_ckpt_strategy": "full", "load": None, "save": None, "save_interval": 2, "train_iters": 3}
     given |= {"exit_interval": None, "eval_interval": 2, "do_valid": False, "iteration": 0, "finetune": False}
-    given |= {"no_load_optim": None, "no_load_rng": None}
+    given |= {"no_load_optim": None}
     given |= {"consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0, "seq_length": 8}
     given |= {"global_batch_size": 4, "micro_batch_size": 2, "overlap_param_gather": False, "broken_iteration": None}
     given |= {"cuda_graph_impl": "none", "align_param_gather": False, "log_params_norm": False, "no_save_optim": None}

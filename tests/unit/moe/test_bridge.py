@@ -34,10 +34,10 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
         DefaultCheckpointManager=lambda config: SimpleNamespace(
             checkpointing_context={}, finalize_async_saves=lambda *_: None
         ),
-        _resolve_checkpoint_iteration=lambda load, step: (step if step is not None else 6, False),
+        _resolve_checkpoint_iteration=lambda load, step: (-1 if load is None else 6 if step is None else step, False),
     )
     vars(modules["megatron.bridge.training.setup"])["_should_load_checkpoint"] = lambda cfg, manager: bool(
-        cfg.checkpoint.load
+        cfg.checkpoint.load or cfg.checkpoint.pretrained_checkpoint
     )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -137,7 +137,8 @@ SAVES = LOADS | {"load": "there", "save": "there/", "save_optim": True, "save_rn
         (LOADS | {"load": "there", "ckpt_step": 4}, (True, 4, True, False, False)),
         (LOADS | {"load": "there", "finetune": True}, (True, 6, True, True, False)),
         (LOADS | {"load": "there", "load_optim": False}, (True, 6, False, True, False)),
-        (LOADS | {"load": "there", "load_rng": False}, (True, 6, False, True, False)),
+        (LOADS | {"load": "there", "load_rng": False}, (True, 6, False, False, False)),
+        (LOADS | {"pretrained_checkpoint": "there", "save": "here"}, (True, 0, False, False, False)),
         (SAVES, (True, 6, False, False, False)),
         (SAVES | {"save_rng": False}, (True, 6, False, False, True)),
         (SAVES | {"save_optim": False}, (True, -1, False, False, True)),
@@ -290,6 +291,7 @@ def test_training_that_was_never_loaded_is_not_called_protected(monkeypatch: pyt
         ({"optimizer": Section(optimizer_cuda_graph=True)}, "optimizer_cuda_graph"),
         ({"optimizer": Section(optimizer_cpu_offload=True)}, "optimizer_cpu_offload"),
         ({"inprocess_restart": Section(enabled=True)}, "inprocess_restart"),
+        ({"rerun_state_machine": Section(error_injection_rate=1000)}, "error_injection_rate"),
         ({"peft": Section()}, "peft"),
         ({"dist": Section(use_decentralized_pg=True)}, "use_decentralized_pg"),
         ({"dist": Section(use_torch_fsdp2=True)}, "fsdp"),

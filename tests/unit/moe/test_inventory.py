@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.storage.system import OperatingSystem
 from megatron.core.dist_checkpointing.moe.types import (
+    CONSTANT,
     GRADIENTS,
     LOG,
     PARKED,
@@ -245,12 +246,19 @@ def test_what_storage_shows_of_memory_in_another_layout_counts_too(in_memory: bo
 
 @pytest.mark.parametrize(
     ("other", "expected"),
-    [({}, 5), ({"job": "other"}, -1), ({"topology": {"world_size": 2, "ep": 1}}, -1), ({"kind": LOG}, -1)],
+    [
+        ({}, 5),
+        ({"job": "other"}, -1),
+        ({"topology": {"world_size": 2, "ep": 1}}, -1),
+        ({"kind": LOG}, -1),
+        ({"kind": CONSTANT}, -1),
+        ({"more": {"window": [5, 6]}}, 6),
+    ],
 )
 def test_memory_of_slots_that_no_process_has_is_told_to_all_and_not_used(
     other: dict[str, Any], expected: int, node: Node, tmp_path: Path
 ) -> None:
-    """The oldest state of such a slot: the newest one may be of this slot alone."""
+    """The end of the oldest window of such a slot: newer ones may be of this slot alone."""
     for iteration in (5, 6):
         node.seal(node.stores[1], iteration, 1, **other)
     older: Any = OlderMemory()

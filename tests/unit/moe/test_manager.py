@@ -514,6 +514,7 @@ def test_passes_that_found_no_page_begin_again_with_expert_biases_as_they_were(
     router = torch.nn.Module()
     router.register_buffer("expert_bias", torch.zeros(4))
     loop = Loop(passes_change=PassState([router.expert_bias]))
+    loop.config.moe_paged_stash = True
     with loop.hooks.forward_backward():
         router.expert_bias.add_(1.0)
         assert runner.check_moe_overflow(None) == (1, rooms, 0)

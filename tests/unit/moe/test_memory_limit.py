@@ -79,7 +79,7 @@ def test_ranks_of_a_node_share_what_the_flag_allows_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_larger_than_the_memory_of_the_job_is_no_room(tmp_path: Path) -> None:
-    found = room(*[node(tmp_path, range(4))] * 4)
+    found = room(*[node(tmp_path, range(4), counts_total=True)] * 4)
     assert found.nbytes == 250
     assert "the control group of this job, has no more" in found.shortage(251)
 

@@ -41,12 +41,9 @@ class Router(torch.nn.Module):
         self.tokens.add_(1)
 
 
-def iteration(
-    router: Router, state: PassState, losses: Iterable[float], *, fatal: bool = True
-) -> tuple[bool, bool, int]:
+def iteration(router: Router, losses: Iterable[float], *, fatal: bool = True) -> tuple[bool, bool, int]:
     """One of core's loop, whose passes give these losses, and how it ends."""
     machine, given = rerun_state_machine.get_rerun_state_machine(), iter(losses)
-    state.note()
     while machine.should_run_forward_backward(None):
         router.moves()
         loss = torch.tensor(next(given))
@@ -58,9 +55,9 @@ def iteration(
 def test_a_doubtful_result_moves_expert_biases_once(machine: RerunStateMachine) -> None:
     router = Router()
     state = PassState(router.buffers())
-    with judging_results(state.put_back, from_first=True):
-        assert iteration(router, state, (99.0, 99.0), fatal=False) == (False, False, 0)
-        assert iteration(router, state, (1.0,)) == (False, False, 0)
+    with judging_results(state.note, state.put_back, from_first=True):
+        assert iteration(router, (99.0, 99.0), fatal=False) == (False, False, 0)
+        assert iteration(router, (1.0,)) == (False, False, 0)
     assert router.expert_bias.tolist() == pytest.approx([0.002] * 4)
     assert router.tokens.tolist() == [2] * 4
 
@@ -71,8 +68,8 @@ def test_what_is_saved_in_place_of_a_rejected_iteration_is_the_state_before_it(
 ) -> None:
     router = Router()
     state = PassState(router.buffers())
-    with judging_results(state.put_back, from_first=True):
-        assert iteration(router, state, (NAN, again)) == (saves, True, code)
+    with judging_results(state.note, state.put_back, from_first=True):
+        assert iteration(router, (NAN, again)) == (saves, True, code)
     assert not router.expert_bias.any() and not router.tokens.any()
 
 
@@ -82,8 +79,8 @@ def test_the_first_iteration_behind_a_recovery_is_judged_as_any_other(
 ) -> None:
     router = Router()
     state = PassState(router.buffers())
-    with judging_results(state.put_back, from_first=recovered):
-        outcome = iteration(router, state, (NAN, NAN))
+    with judging_results(state.note, state.put_back, from_first=recovered):
+        outcome = iteration(router, (NAN, NAN))
     assert outcome == ((True, True, TO_DISAMBIGUATE) if recovered else (False, False, 0))
 
 
@@ -102,8 +99,8 @@ def test_random_states_that_the_loop_puts_back_twice_are_the_same_each_time(mach
 
     machine.state_save_func, machine.state_restore_func = (lambda: {"rng_tracker_states": dict(states)}), take
     before, state = (machine.state_save_func, machine.state_restore_func), PassState(router.buffers())
-    with judging_results(state.put_back, from_first=True):
-        assert iteration(router, state, losses()) == (True, True, TO_DISAMBIGUATE)
+    with judging_results(state.note, state.put_back, from_first=True):
+        assert iteration(router, losses()) == (True, True, TO_DISAMBIGUATE)
     assert states == {"model-parallel-rng": 0}
     assert (machine.state_save_func, machine.state_restore_func) == before
 
@@ -124,3 +121,18 @@ def test_the_driver_has_passes_run_again_for_a_loss_of_ten_times_the_largest(
 
     assert {passes(1.0) for _ in range(101)} == {1}  # the first one is not judged, and a hundred are samples
     assert [passes(9.0), passes(10.0)] == [1, 2]
+
+
+def test_a_loop_without_a_machine_of_core_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that it makes later would be refused as a second one."""
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    state = PassState(Router().buffers())
+    with judging_results(state.note, state.put_back, from_first=True):
+        assert vars(rerun_state_machine)["_GLOBAL_RERUN_STATE_MACHINE"] is None
+
+
+def test_what_was_never_noted_stays_as_it_is() -> None:
+    router = Router()
+    router.moves()
+    PassState(router.buffers()).put_back()
+    assert router.tokens.tolist() == [1] * 4

@@ -79,13 +79,16 @@ def test_an_older_snapshot_without_loss_beats_a_checkpoint_with_stale_experts(
     assert did == [began]
 
 
-@pytest.mark.parametrize(("is_own", "began"), [(True, "restored"), (False, "loaded")])
-def test_a_restart_does_not_leave_out_again_what_the_job_left_out_when_it_began(is_own: bool, began: str) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_restart_that_leaves_out_again_what_the_job_left_out_when_it_began_says_so(
+    is_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     own, did = restart(RecoveryPlan(3, Scope.GLOBAL, (), ()))
     vars(own.recovery).update(is_own=is_own)
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     own.restore(trainer, request_of(in_part=True))
-    assert did == [began]
+    assert did == ["loaded"]
+    assert ("snapshot of iteration 3 has all, and is passed by" in caplog.text) is is_own
 
 
 @pytest.mark.parametrize("target", [None, 5])
@@ -181,7 +184,6 @@ def test_behind_damaged_copies_nothing_is_loaded_that_leaves_a_part_of_the_state
 
 def test_nor_is_it_where_the_checkpoint_proved_older_than_the_damaged_copies() -> None:
     own, did = damaged(4)
-    vars(own.recovery).update(is_own=False)
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     with pytest.raises(UsageError, match="damaged or lost"):
         own.restore(trainer, request_of(load=lambda: 2, newest=6, in_part=True))

@@ -97,7 +97,7 @@ def test_a_graph_of_whole_iterations_has_passes_in_it_and_no_call_of_protection(
     assert said == f"begin data rejoin {ITERATION} {CAPTURED} {REPLAYED} finish"
 
 
-@pytest.mark.parametrize("flag", ["", "finetune", "no_load_optim", "no_load_rng"])
+@pytest.mark.parametrize("flag", ["", "finetune", "no_load_optim"])
 def test_of_a_checkpoint_some_flags_load_a_part(flag: str) -> None:
     manager = Manager([])
     train(arguments(load="somewhere", **({flag: True} if flag else {})), manager)

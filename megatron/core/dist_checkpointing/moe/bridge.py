@@ -183,7 +183,7 @@ class BridgeCheckpointManager:
         checkpoint.finetune = self._finetunes = checkpoint.finetune if self._finetunes is None else self._finetunes
         newest, asked_for, lacks = _newest_dense(cfg, self._dense)
         load = None if newest is None else load_dense
-        in_part = bool(checkpoint.finetune or not checkpoint.load_optim or not checkpoint.load_rng)
+        in_part = bool(checkpoint.finetune or not checkpoint.load_optim)
         manager.resume(load, -1 if newest is None else newest, asked_for=asked_for, in_part=in_part, lacks=lacks)
         if manager.iteration > 0 and not loaded:
             self._random = random_states()
@@ -247,6 +247,9 @@ def refusals(cfg: Any, ctx: Any = None) -> Iterator[str]:
     kept = "checkpoints of training would not include it"
     found = {
         f"train.iterations_to_skip {iterations} makes iterations without a step": bool(iterations),
+        "rerun_state_machine.error_injection_rate draws random numbers that a start leaves out": _is_on(
+            cfg.rerun_state_machine, "error_injection_rate"
+        ),
         "optimizer.optimizer_cuda_graph takes the optimizer's step out of sight": _is_on(
             cfg.optimizer, "optimizer_cuda_graph"
         ),
@@ -416,7 +419,8 @@ def _newest_dense(cfg: Any, dense: Any) -> tuple[int | None, bool, bool]:
     iteration, _ = _bridge("checkpointing")._resolve_checkpoint_iteration(checkpoint.load, checkpoint.ckpt_step)
     # Below -1: `load` is the folder of one iteration. At -1 only pretrained weights are there.
     asked_for = iteration < -1 or checkpoint.ckpt_step is not None or bool(checkpoint.finetune)
-    own = not asked_for and checkpoint.save and one_spelling(checkpoint.load) == one_spelling(checkpoint.save)
+    load, save = checkpoint.load, checkpoint.save
+    own = not asked_for and load and save and one_spelling(load) == one_spelling(save)
     if own and checkpoint.load_optim and not checkpoint.save_optim:
         return -1, asked_for, True
     return max(iteration, 0), asked_for, bool(own and checkpoint.load_rng and not checkpoint.save_rng)

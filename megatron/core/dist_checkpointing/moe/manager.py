@@ -151,7 +151,6 @@ class MoECheckpointManager(Iterations):
                 if torch.distributed.get_rank() == 0:
                     log.warning("%s", line)
         rank = torch.distributed.get_rank() if config.inject_fault else 0
-        is_active = session.protects or bool(config.inject_fault)
         super().__init__(
             session,
             optimizer,
@@ -160,8 +159,8 @@ class MoECheckpointManager(Iterations):
             faults=fault_injector(config.inject_fault, rank, session.job_id or place.job_here),
             termination=Termination(),
             replays=config.strategy != "none" and STRATEGIES[config.strategy].replays,
-            is_active=is_active,
-            passes_change=PassState.of(chunks) if is_active else None,
+            is_active=session.protects or bool(config.inject_fault),
+            passes_change=PassState.of(chunks) if session.protects else None,
         )
 
     # Before training.

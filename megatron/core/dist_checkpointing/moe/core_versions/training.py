@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from megatron.core import rerun_state_machine
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.pipeline_parallel import fine_grained_activation_offload
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -157,25 +157,30 @@ def before_passes_are_repeated(call: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def judging_results(call: Callable[[], None], *, from_first: bool) -> Iterator[None]:
-    """A block around training in which `call` is called where core goes back to before the passes of an iteration.
+def judging_results(note: Callable[[], None], put_back: Callable[[], None], *, from_first: bool) -> Iterator[None]:
+    """A block around training in which core may go back to before the passes of an iteration: where it runs them again,
+    to see whether a doubtful result comes out again, and for the checkpoint that it then saves.
 
-    That is for passes that it runs again, to see whether a doubtful result comes out again, and for the checkpoint that
-    it then saves.
+    Nothing is done for a loop that has made no machine of core's for it by then, so that none is made here.
 
     Args:
-        call: Puts back what passes have changed besides random states.
+        note: Called before passes which core may run again.
+        put_back: Puts back what passes have changed since, besides random states.
         from_first: Whether results of the first iteration are judged, which core leaves out: it could not save before
             an optimizer's first step. One that was restored can be saved, and the iteration is none of the first.
     """
-    machine = get_rerun_state_machine()
+    machine = vars(rerun_state_machine).get("_GLOBAL_RERUN_STATE_MACHINE")
+    if machine is None:
+        yield
+        return
     save, restore = machine.state_save_func, machine.state_restore_func
 
     def saved() -> list[Any]:
+        note()
         return [save() if save is not None else None]  # never empty, which core would not restore
 
     def restored(state: list[Any]) -> None:
-        call()
+        put_back()
         if restore is not None and state[0]:
             # Of copies: core's tracker of random states takes the very dictionary that it is given, and notes in it
             # what the next passes draw; before the checkpoint that would be put back.

@@ -26,7 +26,7 @@ class PassState:
         # One kernel copies all of a kind, where each tensor would take one of its own.
         kinds = dict.fromkeys((one.dtype, one.device) for one in live)
         self._live = [[one for one in live if (one.dtype, one.device) == kind] for kind in kinds]
-        self._noted = [[torch.empty_like(one) for one in of_kind] for of_kind in self._live]
+        self._noted: list[list[torch.Tensor]] = []
 
     @classmethod
     def of(cls, chunks: Sequence[torch.nn.Module]) -> PassState:
@@ -37,11 +37,12 @@ class PassState:
     @torch.no_grad()
     def note(self) -> None:
         """Passes are about to begin; on the current stream, ahead of them."""
+        self._noted = self._noted or [[torch.empty_like(one) for one in of_kind] for of_kind in self._live]
         for noted, live in zip(self._noted, self._live, strict=True):
             torch._foreach_copy_(noted, live)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make everything as `note` found it, behind what the passes have done on the current stream."""
-        for noted, live in zip(self._noted, self._live, strict=True):
+        """Make everything as `note` found it last, behind what the passes have done on the current stream."""
+        for noted, live in zip(self._noted, self._live, strict=bool(self._noted)):
             torch._foreach_copy_(live, noted)

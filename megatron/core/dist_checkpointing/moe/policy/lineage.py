@@ -200,6 +200,6 @@ class Identity:
             "window": window,
         }
         if scalars and piece.kind not in STANDBY and (left_out := sorted(self.operators - parts.keys())):
-            # Else whoever looks at storage knows only the operators that a rank has there, and misses none that vanished.
+            # Else whoever looks at storage knows only what a rank has there, and misses nothing that vanished.
             own["left_out"] = [[one.layer, one.kind.value, one.expert] for one in left_out]
         return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})

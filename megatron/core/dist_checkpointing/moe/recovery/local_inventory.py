@@ -141,12 +141,15 @@ class LocalInventory:
         return rows
 
     def _stray_rows(self, slot: ReadableStore) -> list[InventoryRow]:
-        """The oldest state of this layout, of which other processes have most likely had their shares, too: ranks are
-        spread over nodes otherwise than before, so nobody reads it, and it would be freed. Raises StoreFailure."""
+        """The end of the oldest window of this layout, of which other processes most likely have their shares, too:
+        ranks are spread over nodes otherwise than before, so nobody reads it, and it would be freed. Raises
+        StoreFailure."""
         identity = self._identity
         listed = listing(slot, Tier.OWN_MEMORY, identity.topology, identity.strategy, job=identity.job)
-        usable = sorted((row for row in listed if not row.why), key=lambda row: row.snapshot.iteration)
-        return [msgspec.structs.replace(row, why=_STRAY, is_foreign=True) for row in usable[:1]]
+        usable = [row for row in listed if not row.why and row.snapshot.kind not in (CONSTANT, LOG)]
+        ends = [row for row in usable if row.window is None or row.window[1] == row.snapshot.iteration]
+        oldest = sorted(ends, key=lambda row: row.snapshot.iteration)[:1]
+        return [msgspec.structs.replace(row, why=_STRAY, is_foreign=True) for row in oldest]
 
     def _rows(self, store: Store, tier: Tier) -> list[InventoryRow]:
         """What this rank owns, of any job. Raises StoreFailure."""

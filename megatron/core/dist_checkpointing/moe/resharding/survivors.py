@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -310,7 +311,8 @@ class PreviousLayout(OlderMemory):
         """The newest iteration that is protected in the layout of now: nobody comes back to an older one's."""
         if (self._own or self._strays) and iteration is not None and iteration > self._target:
             self._free(self._own)
-            self._free_strays()
+            # Of a whole node's memory it takes seconds, for which training's thread does not wait.
+            threading.Thread(target=self._free_strays, name="moe-ckpt-strays", daemon=True).start()
 
     def discard(self) -> None:
         """Training begins from another state."""
@@ -325,12 +327,12 @@ class PreviousLayout(OlderMemory):
         self._surviving.close()
 
     def _free_strays(self) -> None:
-        for slot in (stray.directory for stray in self._strays if not _is_of_others(stray)):
+        strays, self._strays = self._strays, ()
+        for slot in (stray.directory for stray in strays if not _is_of_others(stray)):
             # The same process had its standby area there. Whoever has come since keeps what it has.
             for area in slot.parent.glob(f"*{slot.name.removeprefix(SLOT)}"):
                 if not _is_claimed(area):
                     shutil.rmtree(area, ignore_errors=True)
-        self._strays = ()
 
     def _free(self, gone: frozenset[SnapshotId]) -> None:
         # Also what cannot be freed counts as gone: it is not tried again.

@@ -152,8 +152,8 @@ class Iterations:
         iteration, is_first = self._trainer.iteration + 1, self._phase is LoopPhase.BETWEEN
         self._follow(LoopCall.FORWARD_BACKWARD, iteration)
         self._reached(Phase.START)
-        if is_first:
-            self._pass_state.note()
+        if is_first and getattr(self._transformer, "moe_paged_stash", False):
+            self._pass_state.note()  # for passes that are run again in these, of which core's machine knows nothing
         self.loss = self._num_tokens = None
         self._is_out_of_pages = False
         self._session.passes(iteration)
@@ -289,7 +289,8 @@ class Iterations:
         """A block around training in which core judges its results, and runs passes again alike."""
         if not self._is_active:
             return contextlib.nullcontext()
-        return judging_results(self._pass_state.put_back, from_first=self._trainer.iteration > 0)
+        state = self._pass_state
+        return judging_results(state.note, state.put_back, from_first=self._trainer.iteration > 0)
 
     def _ready(self) -> None:
         self.begin()

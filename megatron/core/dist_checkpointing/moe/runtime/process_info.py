@@ -24,6 +24,7 @@ from ..storage.objects import open_durable
 from ..storage.ownership import (
     Claim,
     check_private,
+    file_system,
     is_shared,
     job_of_launcher,
     launcher,
@@ -293,7 +294,10 @@ def node_memory(
         return sum(path.stat().st_size for area in held_in for path in area.glob("segment-*.bin"))
 
     limit = None if config.memory_limit is None else MemoryLimit.parse(config.memory_limit)
-    return NodeMemory(ranks, limit, node_memory_bytes(), folder, held, counts_free=not config.strict)
+    # Pages of other file systems, as of huge pages or of a disk, are charged to no control group.
+    counts_total = not config.strict and file_system(folder) in ("tmpfs", "ramfs")
+    free = {"counts_free": not config.strict, "counts_total": counts_total}
+    return NodeMemory(ranks, limit, node_memory_bytes(), folder, held, **free)
 
 
 def drop_memory(config: MoECheckpointConfig, place: ProcessInfo, area: str) -> bool:

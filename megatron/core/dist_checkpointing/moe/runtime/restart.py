@@ -86,6 +86,11 @@ class Restart:
                 return
         elif plan is not None and not request.asked_for:
             older = plan.target
+            if request.in_part and recovery.is_own and self.control.rank == 0:
+                log.warning(
+                    "training continues from the checkpoint of iteration %d, of which flags leave out a part; the"
+                    " snapshot of iteration %d has all, and is passed by", request.newest, older,
+                )  # fmt: skip
         if request.survivors:
             raise NewProcessesNeeded(
                 f"{request.survivors} ranks have kept their processes, and nothing in memory or storage brings them"
@@ -117,12 +122,9 @@ class Restart:
 
     def _leads_beyond(self, request: Request, plan: RecoveryPlan) -> bool:
         """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something, and
-        of any where the checkpoint alone does: it lacks something, or is to be loaded in part, which this very job did
-        when it began."""
+        of any where the checkpoint alone does."""
         loses = bool(plan.lost_tokens) and not request.in_part
-        if plan.target >= request.newest + loses:
-            return True
-        return not plan.lost_tokens and (request.lacks or (request.in_part and self.recovery.is_own))
+        return plan.target >= request.newest + loses or (request.lacks and not loses)
 
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""

@@ -222,8 +222,8 @@ class NodeMemory:
         total_bytes: What the node has, as far as this process's control group lets it.
         folder: The memory dir.
         held: Bytes there that this process holds already, or that an earlier one left to it.
-        counts_free: Whether what the folder has free, and the node in all, is a bound; else taking it fails where it is
-            too little.
+        counts_free: Whether what the folder has free is a bound; else taking it fails where it is too little.
+        counts_total: Whether `total_bytes` is one.
     """
 
     ranks: Sequence[int]
@@ -232,11 +232,12 @@ class NodeMemory:
     folder: Path
     held: Callable[[], int]
     counts_free: bool = True
+    counts_total: bool = False
 
     def room(self, transport: Transport) -> MemoryBound:
         """For each rank on the tightest node; a collective. Raises PeerLost."""
         # A tmpfs may be larger than its control group, whose processes the kernel kills where it takes too much.
-        whole = self.total_bytes if self.counts_free else UNBOUNDED
+        whole = self.total_bytes if self.counts_total else UNBOUNDED
         allowed = whole if self.limit is None else self.limit.of_node(self.total_bytes)
         mine = allowed, self._free_bytes(), self.held()
         # Ranks of a node tell the first of them, so that no rank gets what all have.

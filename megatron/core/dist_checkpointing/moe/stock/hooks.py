@@ -252,7 +252,7 @@ class Hooks:
         where = {
             "asked_for": asked_for,
             "lacks": lacks,
-            "in_part": bool(args.finetune or args.no_load_optim or args.no_load_rng),
+            "in_part": bool(args.finetune or args.no_load_optim),
         }
         try:
             iteration = manager.resume(load_newest, newest, run_again=run_again, **where)

@@ -321,7 +321,7 @@ def is_claimed_here(owner_file: Path) -> bool:
 
 def warn_unless_in_memory(memory_dir: Path) -> None:
     """Logs a warning when the folder is on a disk: it works, but at the disk's speed."""
-    kind = _file_system(memory_dir)
+    kind = file_system(memory_dir)
     if kind not in MEMORY_FILE_SYSTEMS:
         logger.warning(
             "memory dir %s is on %s, not tmpfs: snapshots are limited by that device; use a folder in /dev/shm",
@@ -330,7 +330,7 @@ def warn_unless_in_memory(memory_dir: Path) -> None:
         )
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """The kind of the innermost, last mounted file system that `path` is in."""
     mounts = [found for found in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(found.mountpoint)]
     return str(max(reversed(mounts), key=lambda found: len(found.mountpoint)).fstype) if mounts else "an unknown device"
