@@ -108,9 +108,10 @@ def test_a_slot_without_a_process_is_read_like_those_of_its_node(reader: int, tm
         one.close()
 
 
+@pytest.mark.parametrize("by", ["discard", "protected"])
 @pytest.mark.parametrize("shares", [(), (SHARE,)])
 def test_what_a_process_left_that_no_start_has_goes_once_training_does_without_it(
-    shares: tuple[SnapshotId, ...], tmp_path: Path
+    shares: tuple[SnapshotId, ...], by: str, tmp_path: Path
 ) -> None:
     own = filled(tmp_path / "a", 0)
     filled(tmp_path / "a", 1, *shares).close()
@@ -120,7 +121,10 @@ def test_what_a_process_left_that_no_start_has_goes_once_training_does_without_i
     alone: Any = FakeTransport(Ranks(1), 0)
     older = PreviousLayout("job", "a", own, None, lambda: None, {"world_size": 2}, alone, "127.0.0.1", 5.0)  # type: ignore[arg-type,return-value]
     assert [one.snapshots().sealed for one in older.strays()] == [shares]
-    older.discard()
+    older.discard() if by == "discard" else older.protected(5)
+    for one in threading.enumerate():
+        if one.name == "moe-ckpt-strays":
+            one.join(20)
     assert sorted(path.name for path in own.directory.parent.iterdir()) == ["slot-000", "standby-000", "standby-011"]
     own.close()
     held.close()

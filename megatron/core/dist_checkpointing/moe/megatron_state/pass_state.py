@@ -43,6 +43,6 @@ class PassState:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make everything as `note` found it last, behind what the passes have done on the current stream."""
-        for noted, live in zip(self._noted, self._live, strict=bool(self._noted)):
+        """Make everything as `note` found it, if it was called, behind what passes have done on the current stream."""
+        for noted, live in zip(self._noted, self._live, strict=False):
             torch._foreach_copy_(live, noted)

@@ -179,6 +179,14 @@ def _is_of_others(slot: SlotReader) -> bool:
         return True
 
 
+def _remove(strays: Iterable[SlotReader]) -> None:
+    """Slots without a process, and its standby areas. Whoever has come since keeps its own."""
+    for slot in (stray.directory for stray in strays if not _is_of_others(stray)):
+        for area in slot.parent.glob(f"*{slot.name.removeprefix(SLOT)}"):
+            if not _is_claimed(area):
+                shutil.rmtree(area, ignore_errors=True)
+
+
 def _rows(memory: MappedStore | SlotReader, directory: Path, is_older: Callable[[Manifest], bool]) -> tuple[_Row, ...]:
     rows: list[_Row] = []
     try:
@@ -311,28 +319,22 @@ class PreviousLayout(OlderMemory):
         """The newest iteration that is protected in the layout of now: nobody comes back to an older one's."""
         if (self._own or self._strays) and iteration is not None and iteration > self._target:
             self._free(self._own)
-            # Of a whole node's memory it takes seconds, for which training's thread does not wait.
-            threading.Thread(target=self._free_strays, name="moe-ckpt-strays", daemon=True).start()
+            strays, self._strays = self._strays, ()
+            if strays:  # a whole node's memory takes seconds, for which training's thread does not wait
+                threading.Thread(target=_remove, args=(strays,), name="moe-ckpt-strays", daemon=True).start()
 
     def discard(self) -> None:
         """Training begins from another state."""
         self.close()
         self._free(self._own)
-        self._free_strays()
+        _remove(self._strays)
+        self._strays = ()
 
     def close(self) -> None:
         """Read nothing any more; what is there stays."""
         if not self._surviving.is_empty and self._storage is not None:
             self._storage.use_memory(None)
         self._surviving.close()
-
-    def _free_strays(self) -> None:
-        strays, self._strays = self._strays, ()
-        for slot in (stray.directory for stray in strays if not _is_of_others(stray)):
-            # The same process had its standby area there. Whoever has come since keeps what it has.
-            for area in slot.parent.glob(f"*{slot.name.removeprefix(SLOT)}"):
-                if not _is_claimed(area):
-                    shutil.rmtree(area, ignore_errors=True)
 
     def _free(self, gone: frozenset[SnapshotId]) -> None:
         # Also what cannot be freed counts as gone: it is not tried again.

@@ -249,11 +249,7 @@ class Hooks:
             load = None
         newest, asked_for, lacks = newest_checkpoint(args) if load is not None else (-1, False, False)
         load_newest = None if load is None else functools.partial(load_with, load)
-        where = {
-            "asked_for": asked_for,
-            "lacks": lacks,
-            "in_part": bool(args.finetune or args.no_load_optim),
-        }
+        where = {"asked_for": asked_for, "lacks": lacks, "in_part": bool(args.finetune or args.no_load_optim)}
         try:
             iteration = manager.resume(load_newest, newest, run_again=run_again, **where)
         except UsageError as error:
