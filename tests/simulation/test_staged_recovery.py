@@ -130,15 +130,24 @@ def test_a_second_kill_while_others_park_restart_or_replay_is_survived(step: int
 
 @dataclass
 class KilledBetween:
-    """Kills a rank once, when the first stage has run one iteration of its first replay again."""
+    """Kills a rank of the first stage in a backward pass, and another once that stage has run an iteration again."""
 
     job: Staged
+    first: int
+    since: int
+    """Which event of `first` comes before that backward pass."""
     victim: int
+    is_struck: bool = False
     is_done: bool = False
 
     def __call__(self, rank: int, event: Event) -> bool:
-        again = {iteration for start, who, iteration in self.job.seen.iterations if (start, who) == (1, 0)}
-        if not self.is_done and again and self.job.job is not None:
+        # What comes back from the next stage has been through all: none is in its step, where it could not park.
+        comes = event.text.startswith("train: receive") and event.text.endswith(f"rank {self.first + PER_STAGE}")
+        if not self.is_struck and rank == self.first and event.number > self.since and comes:
+            self.is_struck = True
+            return True
+        again = {who for start, who, _ in self.job.seen.iterations if start == 1 and who < PER_STAGE}
+        if not self.is_done and len(again) == PER_STAGE and self.job.job is not None:
             self.is_done = True
             self.job.job.notice_s = 0.0  # the replay takes less than the time in which others park
             self.job.job.world.kill(self.victim)
@@ -151,9 +160,9 @@ def test_a_replay_continues_where_it_was_when_a_stage_apart_from_it_lost_a_rank(
     seed: int, when: dict[int, int]
 ) -> None:
     draw = random.Random(seed)
-    job = Staged(stages=4)
-    between = KilledBetween(job, draw.randrange(4, 8))
-    job.run(seed, crash={draw.randrange(2): when[4] + draw.randrange(200)}, should_crash=between)
+    job = Staged(stages=4, notice_s=1.0)  # time for all to park
+    between = KilledBetween(job, draw.randrange(PER_STAGE), when[4] + draw.randrange(100), draw.randrange(4, 8))
+    job.run(seed, should_crash=between)
     assert between.is_done
     assert job.seen.scopes() == [Scope.LOCAL]
     run = {(start, iteration) for start, rank, iteration in job.seen.iterations if rank < PER_STAGE}
