@@ -23,7 +23,7 @@ from ..dense.merged import ExpertTensor, MergedCheckpoint, open_merged
 from .windows import StoredSnapshot, read_stored, restorable, stored_snapshots
 
 # What a manifest has of the job that made the snapshot, and not of the state that it is a part of.
-_OF_THE_JOB = frozenset({"made_by", "operators", "strategy", "timeline", "window"})
+_OF_THE_JOB = frozenset({"left_out", "made_by", "operators", "strategy", "timeline", "window"})
 _COMMAND = "trainer.command."
 type _Stacked = tuple[OperatorId, ExpertTensor, DenseCheckpoint]
 """A tensor of one expert, and the iteration that it is loaded from."""

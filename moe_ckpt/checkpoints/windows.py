@@ -84,6 +84,7 @@ class _Said(Struct):
     timeline: Annotated[tuple[tuple[str, int], ...], Meta(max_length=MAX_ATTEMPTS)] = ()
     window: tuple[int, int] | None = None
     operators: tuple[tuple[int, OperatorKind, int, Annotated[int, Meta(ge=0, le=15)]], ...] = ()
+    left_out: tuple[tuple[int, OperatorKind, int], ...] = ()
     made_by: str | None = None
     trainer: _Trainer | None = None
     strategy: _Strategy | None = None
@@ -150,6 +151,11 @@ class StoredSnapshot:
     def parts(self) -> dict[OperatorId, Part]:
         """What it holds of its rank's operators."""
         return {OperatorId(layer, kind, index): Part(part) for layer, kind, index, part in self.said.operators}
+
+    @property
+    def owned(self) -> set[OperatorId]:
+        """The operators of its rank, as far as it holds or names them."""
+        return {*self.parts, *(OperatorId(*one) for one in self.said.left_out)}
 
     def unheld_experts(self, held: Mapping[OperatorId, Part]) -> set[OperatorId]:
         """Experts of which its strategy counts on copies, its own or older ones, and some state is not held."""
@@ -308,7 +314,7 @@ def pieces_of(snapshots: Iterable[StoredSnapshot]) -> list[Piece]:
     owned: _Owned = {}
     for seen in snapshots:
         ranks.setdefault(seen.name, {})[seen.snapshot.rank] = seen
-        owned.setdefault((seen.layout, seen.snapshot.rank), set()).update(seen.parts)
+        owned.setdefault((seen.layout, seen.snapshot.rank), set()).update(seen.owned)
     pieces = []
     for (iteration, kind), of_ranks in sorted(ranks.items()):
         first = next(iter(of_ranks.values()))
@@ -328,7 +334,7 @@ def _parts_of(of_ranks: Mapping[int, StoredSnapshot]) -> dict[OperatorId, Part]:
 def _without_share(of_ranks: Mapping[int, StoredSnapshot], owned: _Owned) -> set[int]:
     """Ranks that lack their share of a piece: of those that own a part, where all its operators are known, else of all.
 
-    All ranks have the piece with the trainer's state. owned: operators of which each rank stored anything.
+    All ranks have the piece with the trainer's state. owned: operators that are known to be each rank's.
     """
     first = next(iter(of_ranks.values()))
     plan = SnapshotPlan(first.snapshot.iteration, _parts_of(of_ranks))
@@ -381,7 +387,7 @@ def lone_pieces(snapshots: Sequence[StoredSnapshot]) -> Iterator[tuple[StoredSna
     ranks: dict[tuple[str, int, str, str], dict[int, StoredSnapshot]] = {}
     owned: _Owned = {}
     for seen in snapshots:
-        owned.setdefault((seen.layout, seen.snapshot.rank), set()).update(seen.parts)
+        owned.setdefault((seen.layout, seen.snapshot.rank), set()).update(seen.owned)
         if not seen.leads:
             key = seen.facts.job, seen.snapshot.iteration, seen.snapshot.kind, seen.facts.plan_digest
             ranks.setdefault(key, {})[seen.snapshot.rank] = seen

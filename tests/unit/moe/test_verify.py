@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemSt
 from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
-from megatron.core.dist_checkpointing.moe.types import Level, OperatorKind, Part, expert
+from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, OperatorKind, Part, SnapshotPlan, expert
 from moe_ckpt.checkpoints.location import Verified
 from moe_ckpt.checkpoints.places import locate
 from moe_ckpt.checkpoints.saved_iterations import saved_iterations
@@ -393,6 +393,31 @@ def test_a_piece_of_the_experts_that_one_rank_lacks_is_found(tmp_path: Path) -> 
     lone, nothing = found(root)
     assert "expertsa of rank 0 after iteration 1, but not that of rank 1" in lone
     assert "there is nothing to restore from" in nothing  # of that expert there is no other copy
+
+
+def test_an_expert_is_missed_on_a_rank_of_which_nothing_else_had_it(tmp_path: Path) -> None:
+    """The other rank holds a share of it, so all operators of the piece are known."""
+    operators = {"experta": expert(0, 0), "expertb": expert(0, 1), "dense": OperatorId(-1, OperatorKind.EMBEDDING)}
+    part, experts = Part.MASTER_AND_MOMENTS, (operators["experta"], operators["expertb"])
+    left_out = [[one.layer, one.kind.value, one.expert] for one in experts]
+    for rank in range(verify_places.WORLD_SIZE):
+        for kind, held in operators.items():
+            said = facts(1)
+            scalars = said.scalars | {
+                "left_out": left_out,
+                "operators": [[held.layer, held.kind.value, held.expert, part.value]],
+            }
+            if kind != "dense":
+                del scalars["trainer"], scalars["left_out"]
+            digest = SnapshotPlan(1, {held: part}).digest()
+            with FilesystemStore(tmp_path, rank).reserve(SnapshotId(1, rank, kind), Layout.of([])) as writer:
+                writer.seal(dataclasses.replace(said, plan_digest=digest, scalars=scalars))
+    assert not found(tmp_path)
+    shutil.rmtree(tmp_path / SnapshotId(1, 1, "expertb").name)
+    verify_places.settled(tmp_path)
+    lone, nothing = found(tmp_path)
+    assert "expertb of rank 0 after iteration 1, but not that of rank 1" in lone
+    assert "there is nothing to restore from" in nothing
 
 
 def test_without_an_intact_copy_of_an_expert_nothing_can_be_restored(tmp_path: Path) -> None:

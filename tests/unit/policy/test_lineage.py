@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import (
     MAX_ATTEMPTS,
     RECENT_ATTEMPTS,
+    Identity,
     attempt_name,
     attempt_of,
     belongs,
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.moe.policy.lineage import (
     past,
     shortened,
 )
+from megatron.core.dist_checkpointing.moe.types import PARKED, OperatorKind, Part, Piece, SnapshotPlan, expert
 
 FIRST = continued((), "a", 0)
 SECOND = continued(past(FIRST, 6), "b", 6)
@@ -130,3 +132,14 @@ def test_each_iteration_of_any_history_has_exactly_one_attempt(faults: list[tupl
     for snapshot, iteration in made:
         expected = trained.get(iteration) == snapshot[-1][0]
         assert belongs(snapshot, iteration, timeline) == expected
+
+
+@pytest.mark.parametrize("kind", ["snapshot", PARKED])
+def test_the_piece_with_the_trainers_state_says_what_else_its_rank_owns(kind: str) -> None:
+    identity = Identity("job", {}, frozenset({expert(0, 1), expert(0, 0)}))
+    piece = Piece(kind, SnapshotPlan(4, {expert(0, 1): Part.MASTER}))
+    leading, other = identity.facts(piece, {"trainer": {}}), identity.facts(piece, {})
+    assert leading.scalars.get("left_out") == (None if kind == PARKED else [[0, OperatorKind.EXPERT.value, 0]])
+    assert "left_out" not in other.scalars
+    whole = Piece(kind, SnapshotPlan(4, dict.fromkeys(identity.operators, Part.MASTER)))
+    assert "left_out" not in identity.facts(whole, {"trainer": {}}).scalars

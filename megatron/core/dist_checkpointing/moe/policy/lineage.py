@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from ..errors import UsageError
-from ..types import OperatorId, Piece
+from ..types import STANDBY, OperatorId, Piece
 from ..types.layout import Facts, Json
 
 type Lineage = tuple[tuple[str, int], ...]
@@ -178,7 +178,7 @@ class Identity:
         ]
 
     def facts(self, piece: Piece, scalars: Mapping[str, Json]) -> Facts:
-        """The facts of one piece, with the parts that it holds of this rank's operators.
+        """The facts of one piece, with the parts that it holds of this rank's operators; the first one names others.
 
         Args:
             piece: Of a snapshot.
@@ -199,4 +199,7 @@ class Identity:
             "made_by": self.strategy,
             "window": window,
         }
+        if scalars and piece.kind not in STANDBY and (left_out := sorted(self.operators - parts.keys())):
+            # Else whoever looks at storage knows only what a rank has there, and misses nothing that vanished.
+            own["left_out"] = [[one.layer, one.kind.value, one.expert] for one in left_out]
         return Facts(self.job, piece.plan.digest(), self.topology, {**scalars, **own})
