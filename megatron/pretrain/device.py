@@ -24,13 +24,18 @@ def device_of(argv: Sequence[str]) -> str:
     return str(parser.parse_known_args(list(argv))[0].device)
 
 
+def values_of(argv: Sequence[str], *flags: str) -> dict[str, str | None]:
+    """The values of these flags, by their names in Python; none where one lacks its value, as the parser will say."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in flags:
+        parser.add_argument(flag)
+    try:
+        return vars(parser.parse_known_args(list(argv))[0])
+    except (argparse.ArgumentError, SystemExit):
+        return {}
+
+
 def wants_engine_on_cpu(argv: Sequence[str]) -> bool:
     """Whether these flags are of a run on the CPU with Transformer Engine; others than the two are not judged."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--device")
-    parser.add_argument("--transformer-impl")
-    try:
-        flags, _ = parser.parse_known_args(list(argv))
-    except (argparse.ArgumentError, SystemExit):
-        return False  # the driver's own parser says what is wrong
-    return bool(flags.device == "cpu" and flags.transformer_impl == "transformer_engine")
+    found = values_of(argv, "--device", "--transformer-impl")
+    return found == {"device": "cpu", "transformer_impl": "transformer_engine"}

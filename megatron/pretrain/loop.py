@@ -233,12 +233,14 @@ def _train(launch: Launch, parts: Parts, device: str, interface: str | None, *, 
     from megatron.core.dist_checkpointing.moe import stock
     from megatron.core.enums import ModelType
     from megatron.pretrain.flags import cache_docstrings, print_arguments_once
+    from megatron.pretrain.warm_up import import_tokenizers
     from megatron.training import argument_utils, arguments, pretrain
 
     def connect() -> None:
         """Before the loop does it, which would bind the group to a GPU."""
         start_process_group("gloo", Launch.from_environment(), _GROUP_TIMEOUT, interface)
 
+    import_tokenizers(sys.argv[1:])
     cache_docstrings()
     print_arguments_once(launch.attempt)
     reports = _Reports(launch)

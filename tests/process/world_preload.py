@@ -20,7 +20,7 @@ from megatron.pretrain.testing import cpu_device
 # Megatron-Core asks for its device while it is imported; the driver installs the mapping again for each job.
 with cpu_device.installed():
     pass
-warm_up.warm_up_flags()
+warm_up.warm_up_flags(["--tokenizer-type", "NullTokenizer"])  # as small runs have it
 _ = [*STRATEGIES.values(), *map(load, EXTENSIONS)]  # which a job imports when it asks for them
 
 # What was imported stays: a collection in a worker need not look at it, and so does not copy the pages it shares.

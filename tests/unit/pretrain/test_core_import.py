@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from megatron.pretrain.core_import import compiled_at_first_call
+from megatron.pretrain.warm_up import asks_for_null_tokenizer
 
 IMPORTED = """
 import gc, sys, megatron.pretrain.core_import
@@ -106,6 +107,35 @@ def test_functions_are_compiled_once_with_their_options_at_their_first_call() ->
     assert (dynamic.__name__, dynamic.__doc__) == ("dynamic", "Doubles.")
     assert (plain(3), dynamic(3), plain(4)) == (("compiled", 4), ("compiled", 6), ("compiled", 5))
     assert compiled == [("plain", {}), ("dynamic", {"dynamic": True})]
+
+
+FLAGS = """
+import sys, pretrain_gpt_moe
+pretrain_gpt_moe.main([*sys.argv[1:], "--no-such-flag"])
+print(*(name in sys.modules for name in ("megatron.core.tokenizers.text", "transformers")))
+"""
+
+
+@pytest.mark.parametrize(("kind", "imported"), [("NullTokenizer", "False"), ("HuggingFaceTokenizer", "True")])
+def test_a_start_imports_transformers_for_tokenizers_that_use_it(kind: str, imported: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FLAGS, "--device", "cpu", "--tokenizer-type", kind]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["True", imported]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--tokenizer-type=NullTokenizer --vocab-size 257", True),
+        ("--vocab-size 257", False),
+        ("--tokenizer-type SFTTokenizer", False),
+        ("--tokenizer-type NullTokenizer --use-checkpoint-args", False),
+        ("--tokenizer-type NullTokenizer --yaml-cfg job.yaml", False),
+        ("--tokenizer-type", False),
+    ],
+)
+def test_only_flags_that_have_the_last_say_leave_transformers_out(flags: str, expected: bool) -> None:
+    assert asks_for_null_tokenizer(flags.split()) == expected
 
 
 def test_nothing_is_left_frozen_when_a_process_ends() -> None:
