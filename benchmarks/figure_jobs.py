@@ -51,7 +51,8 @@ def tokens_at_risk(turns: int, quick: bool) -> dict[str, Any]:
 
     def run(strategy: str) -> list[dict[str, Any]]:
         counting = f"{strategy} --moe-ckpt-replicas 0 --moe-ckpt-log-expert-tokens"
-        lines = metrics(12 if quick else 150, counting, "--moe-aux-loss-coeff 0", {})
+        layout = {"NPROC": "2", "PP": "1"} if quick else {}
+        lines = metrics(12 if quick else 150, counting, "--moe-aux-loss-coeff 0", layout)
         return [line for line in lines if line.get("lost_tokens") and line["iteration"] > FIRST]
 
     in_turn = run(f"pec --moe-ckpt-pec-k-snapshot {K}")
@@ -73,7 +74,8 @@ def _at_risk(line: Mapping[str, Any]) -> int:
 
 def selective_ablation(turns: int, quick: bool) -> dict[str, Any]:
     """rounds: of each job the median of its iteration times, and means over the snapshots of one rank."""
-    layout = {"NNODES": "4", "NPROC": "1", "PP": "2", "EP": "2", "MOE_CKPT_OPTIMIZER": "plain"}
+    nodes, experts = ("2", "1") if quick else ("4", "2")
+    layout = {"NNODES": nodes, "NPROC": "1", "PP": "2", "EP": experts, "MOE_CKPT_OPTIMIZER": "plain"}
     model = "--moe-aux-loss-coeff 0 --bf16 --grad-reduce-in-bf16"  # gradients of two bytes, as the paper ships them
     model += "" if quick else " --hidden-size 128 --moe-ffn-hidden-size 512"
     iterations, budget, rounds = 10 if quick else 30, 0, []

@@ -56,6 +56,8 @@ def measured(turns: int, quick: bool) -> dict[str, Any]:
     all_at_once = [*OURS, *(name for name in peers if name != "LM-Resiliency")]  # without a replica it is in the lines
     found = {"missing": missing} | run_job(all_at_once, settings, turns, quick)
     swept, settings["copies"] = [name for name in SWEPT if name in OURS or name in peers], 0
+    if quick:
+        swept = [name for name in swept if name == SWEPT[0] or name not in all_at_once]
     depths = DEPTHS[:2] if quick else DEPTHS
     return found | {"by_bytes": [run_job(swept, settings, max(1, turns // 2), quick, depth) for depth in depths]}
 
