@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     read_beat,
     stacks_signal,
 )
+from megatron.core.dist_checkpointing.moe.standby.verdict import kept_folder
 from megatron.pretrain.processes import node_name
 from megatron.pretrain.spare_nodes import SpareHandler
 from megatron.pretrain.standby.agent import StandbyAgent
@@ -69,6 +70,8 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
         self._hygiene, self._strikes = hygiene, FailureCounter(hygiene.strikes, hygiene.within_s)
         self._beats = Path(tempfile.mkdtemp(prefix="moe-ckpt-beats-"))
         os.environ[FOLDER] = str(self._beats)
+        self._kept = contextlib.ExitStack()
+        self._kept.enter_context(kept_folder(self._beats))
         self._looked_s, self._gap_s, self._woke_s = time.monotonic(), 0.0, 0.0
         self._began_s = dict[int, float]()
         self._ran_s, self._stands = dict[int, float](), dict[int, tuple[str, float]]()
@@ -110,6 +113,7 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
                 handler.keep_store(str(error))
             raise
         finally:
+            self._kept.close()
             shutil.rmtree(self._beats, ignore_errors=True)
         return result
 

@@ -40,9 +40,12 @@ class NodeAgent(LocalElasticAgent):
 
     _workers: WorkersStore | None = None
     _starts = 0
+    _refuses = _refused = False
+    """Whether ranks of this node ended with the code of a refusal in this start, and in the one before."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         forget_verdict()
+        self._refused, self._refuses = self._refuses, False
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 super()._rendezvous(worker_group)
@@ -78,8 +81,14 @@ class NodeAgent(LocalElasticAgent):
         refused = [rank for rank, one in (result.failures or {}).items() if one.exitcode == InvalidInput.exit_code]
         if not refused:
             return result
-        log.error("%s ended with exit code %d: not restarted", ranks_named(sorted(refused)), InvalidInput.exit_code)
-        leave_verdict(InvalidInput.exit_code)
+        told, self._refuses = (ranks_named(sorted(refused)), InvalidInput.exit_code), True
+        if self._starts > 1 and not self._refused:
+            # Python ends so, too, where it cannot open the script for a moment, which the first start could.
+            log.warning("%s ended with exit code %d behind another start: not restarted if that comes again", *told)
+            return result
+        log.error("%s ended with exit code %d: not restarted", *told)
+        if not leave_verdict(InvalidInput.exit_code):
+            return result
         self._stop_workers(worker_group)
         return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.core.dist_checkpointing.moe.errors import (
     MoECheckpointError,
@@ -23,7 +29,9 @@ from megatron.core.dist_checkpointing.moe.standby.verdict import (
     leave_early,
     leave_verdict,
     permanent_errors_end_the_job,
+    verdict_of_ranks,
 )
+from megatron.pretrain.standby.node_agent import NodeAgent
 
 
 def fail(error: MoECheckpointError) -> None:
@@ -54,6 +62,57 @@ def test_an_error_that_a_restart_may_mend_passes(kind: type[MoECheckpointError],
     with pytest.raises(kind):
         fail(kind("for now"))
     assert not verdict.exists()
+
+
+def test_what_cannot_be_left_to_the_launcher_is_no_end_of_training(verdict: Path) -> None:
+    verdict.parent.rmdir()
+    assert not leave_verdict(2)
+    with pytest.raises(UsageError, match="no"):
+        fail(UsageError("no"))
+
+
+def test_whoever_cleans_up_leaves_the_folder_of_a_launcher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VERDICT_FILE, raising=False)
+    with verdict_of_ranks():
+        cleans = os.open(Path(os.environ[VERDICT_FILE]).parent, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # as systemd-tmpfiles asks
+            fcntl.flock(cleans, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(cleans, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleans)
+
+
+class Agent(NodeAgent):
+    """An agent whose ranks end with these codes, one in each start."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self._codes = codes
+
+    def _settle(self, group: WorkerGroup) -> None:
+        self._starts += 1
+
+    def _seen(self, worker_group: WorkerGroup) -> RunResult:
+        code = self._codes[self._starts - 1]
+        return RunResult(WorkerState.FAILED, {}, {0: cast("ProcessFailure", SimpleNamespace(exitcode=code))})
+
+    def _stop_workers(self, *_: object, **__: object) -> None:
+        """There are none."""
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts"),
+    [([2], 1), ([1, 2, 2], 3), ([1, 2, 1, 2, 2], 5)],
+    ids=["at once", "behind another start", "not twice at first"],
+)
+def test_an_exit_code_of_python_alone_is_a_verdict_at_once_or_the_second_time(
+    codes: list[int], starts: int, verdict: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ends with it where it cannot open the script, which is there again a second later."""
+    monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", lambda agent, group: None)
+    agent, group = Agent(codes), cast("WorkerGroup", SimpleNamespace(workers=[]))
+    for start in range(1, starts + 1):
+        agent._rendezvous(group)
+        assert (agent._monitor_workers(group).state is WorkerState.SUCCEEDED) == (start == starts)
+        assert verdict.exists() == (start == starts)
 
 
 def test_who_left_early_in_an_earlier_attempt_counts_no_more(verdict: Path) -> None:

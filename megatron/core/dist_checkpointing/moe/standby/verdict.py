@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import tempfile
@@ -21,13 +22,25 @@ VERDICT_FILE = "MOE_CKPT_LAUNCH_VERDICT"
 @contextlib.contextmanager
 def verdict_of_ranks() -> Iterator[Callable[[], int]]:
     """In this block ranks can leave a verdict (`VERDICT_FILE`); gives a function for it, which is 0 where none did."""
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-launch-") as folder, kept_folder(folder):
         file = Path(folder) / "verdict"
         os.environ[VERDICT_FILE] = str(file)
         try:
             yield lambda: int(file.read_text()) if file.exists() else 0
         finally:
             del os.environ[VERDICT_FILE]
+
+
+@contextlib.contextmanager
+def kept_folder(path: str | Path) -> Iterator[None]:
+    """In this block nobody takes a folder in /tmp for a leftover: systemd-tmpfiles removes what was not touched for 10
+    days, but leaves alone what is locked."""
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(held)
 
 
 def forget_verdict() -> None:
@@ -43,14 +56,19 @@ def has_verdict() -> bool:
 
 
 def leave_verdict(exit_code: int) -> bool:
-    """Leave an exit code to the launcher; False where none waits for it.
+    """Leave an exit code to the launcher; False where none waits for it, or it cannot be left.
 
     torchrun restarts workers that fail, whatever the reason: behind a verdict they have to end with 0.
     """
     verdict = os.environ.get(VERDICT_FILE)
-    if verdict is not None:
+    if verdict is None:
+        return False
+    try:
         Path(verdict).write_text(str(exit_code))
-    return verdict is not None
+    except OSError as error:
+        log.error("exit code %d cannot be left to the launcher, which may start ranks again: %s", exit_code, error)
+        return False
+    return True
 
 
 def leave_early() -> None:
@@ -83,8 +101,13 @@ def permanent_errors_end_the_job() -> Iterator[None]:
     except MoECheckpointError as error:
         if error.exit_code is None or VERDICT_FILE not in os.environ:
             raise
-        with contextlib.suppress(FileExistsError), Path(os.environ[VERDICT_FILE]).open("x") as file:
-            log.error("%s", error)  # only here: the other ranks of this node say the same
-            file.write(str(error.exit_code))
+        try:
+            with Path(os.environ[VERDICT_FILE]).open("x") as file:
+                log.error("%s", error)  # only here: the other ranks of this node say the same
+                file.write(str(error.exit_code))
+        except FileExistsError:
+            pass
+        except OSError:
+            raise error from None  # to end with 0 now would say that training has ended
         own_heartbeat().rest(lost_a_peer=False)
         raise SystemExit(0) from error
