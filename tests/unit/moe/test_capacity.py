@@ -99,7 +99,7 @@ def test_other_layers_evaluations_and_routers_after_it_are_left_alone() -> None:
 
 
 def test_what_passes_that_run_twice_took_beyond_the_capacity_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub: Callable[[object], None] = lambda _: None  # noqa: E731
+    stub: Callable[..., None] = lambda _, is_training=True: None  # noqa: E731
     monkeypatch.setattr(PagedStashRunner, "prepare_for_rerun", stub)
     router, added, held = Router(3), Additions(), ExitStack()
     settings = SimpleNamespace(capacity_boost=10)

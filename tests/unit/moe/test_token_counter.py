@@ -75,7 +75,7 @@ def test_a_layer_that_runs_for_several_depths_counts_each_token_once() -> None:
 
 
 def test_tokens_of_passes_that_run_once_more_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub: Callable[[object], None] = lambda _: None  # noqa: E731
+    stub: Callable[..., None] = lambda _, is_training=True: None  # noqa: E731
     monkeypatch.setattr(PagedStashRunner, "prepare_for_rerun", stub)
     router = Router()
     counter = TokenCounter([router])
@@ -86,6 +86,7 @@ def test_tokens_of_passes_that_run_once_more_are_counted_once(monkeypatch: pytes
     for iteration in (7, 7):  # core validates a result
         ProtectedSession.passes(session, iteration)
         router(PROBABILITIES[:2])
+    PagedStashRunner.prepare_for_rerun(SimpleNamespace(), is_training=False)  # for one in an evaluation behind it
     assert counter.take()() == {4: (2, 1, 1)}
     counter.close()
     assert vars(PagedStashRunner)["prepare_for_rerun"] is stub

@@ -141,7 +141,10 @@ def noting_pages(note: Callable[[bool], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_passes_are_repeated(call: Callable[[], None]) -> Iterator[None]:
-    """A block in which `call` is called where core runs the passes of an iteration once more, for an overflow."""
+    """A block in which `call` is called where core runs the passes of an iteration once more, for an overflow.
+
+    Those of an evaluation come behind an iteration whose counts nobody has taken yet.
+    """
     if paged_stash is None:
         yield
         return
@@ -149,7 +152,8 @@ def before_passes_are_repeated(call: Callable[[], None]) -> Iterator[None]:
     prepare = runner.prepare_for_rerun
 
     def prepared(self: Any, *given: Any, **named: Any) -> None:
-        call()
+        if named.get("is_training", all(given)):  # its only argument
+            call()
         prepare(self, *given, **named)
 
     with replaced(runner, prepare_for_rerun=prepared):
