@@ -582,6 +582,16 @@ def test_a_resumed_strategy_orders_and_sizes_windows_as_before() -> None:
     assert after.plan(20) == before.plan(20)
 
 
+def test_a_chosen_window_shrinks_to_what_ranks_own_that_are_more_than_before() -> None:
+    before, after = Sparse(job_of(auto(), ranks=1)), Sparse(job_of(auto(), ranks=4))
+    largest = {strategy: max(map(len, strategy._job.changing_sizes.values())) for strategy in (before, after)}
+    data = before.to_data() | {"window": largest[before]}
+    assert largest[after] < largest[before]
+    after.resumed(NOWHERE, data, 19)
+    plan = after.plan(20)
+    assert plan is not None and after.pieces(plan)[0].span == range(20, 20 + largest[after])
+
+
 def test_other_flags_hold_from_a_restart_on() -> None:
     before, after = Sparse(job_of()), Sparse(job_of(replace(CONFIG, window="2", ordering="layer-order")))
     before.plan(1)

@@ -12,7 +12,17 @@ from ...policy.tracking import PLACES
 from ...types import Level, Piece, RecoveryPlan, SnapshotPlan, Window
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, Throughput
 from ..interval_policy import Costs, cut
-from .windows import Budget, NextTimetable, Popularity, Timetable, as_full, larger_window, ordering_of, timetable
+from .windows import (
+    Budget,
+    NextTimetable,
+    Popularity,
+    Timetable,
+    as_full,
+    larger_window,
+    largest_window,
+    ordering_of,
+    timetable,
+)
 
 KIND = "window"
 AUTO = "auto"
@@ -282,6 +292,8 @@ class Sparse(Strategy):
             self._popularity = self._popularity.from_data(data["popularity"])
         window = self._fixed or data["window"]
         if window is not None and not self._gave_up:
+            if self._fixed is None:  # ranks may be more than when it was chosen, and own fewer operators
+                window = min(window, largest_window(self._job))
             self._table = self._timetable(window)
             # What a chosen window had no room for before the fault it has none for now; a fixed one was tried already.
             self._log_windows = self._log_windows if self._fixed else data.get("log_windows", PLACES)

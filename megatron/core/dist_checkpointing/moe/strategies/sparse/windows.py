@@ -191,12 +191,16 @@ def larger_window(job: Job, counts: Counts, table: Timetable) -> Timetable | Non
         counts: Tokens per expert, which order the operators.
         table: The window to enlarge.
     """
-    most = max((len(own) for own in job.changing_sizes.values()), default=len(job.changing))
-    for size in range(table.size + 1, min(most, 2 * table.size) + 1):
+    for size in range(table.size + 1, min(largest_window(job), 2 * table.size) + 1):
         found = timetable(job, counts, window=size)
         if found.size == size and size * found.peak_bytes < table.size * table.peak_bytes:
             return found
     return None
+
+
+def largest_window(job: Job) -> int:
+    """The number of iterations in which each snapshot of some rank still anchors an operator."""
+    return max((len(own) for own in job.changing_sizes.values()), default=len(job.changing))
 
 
 def _in_order(order: Sequence[OperatorId], window: Window) -> tuple[tuple[OperatorId, ...], ...]:
