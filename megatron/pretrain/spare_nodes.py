@@ -6,6 +6,7 @@ replace by compare-and-set: no two can see different states and both get the las
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psutil
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -43,7 +45,7 @@ SPARES_LOOK_S = 3.0
 
 
 class SpareNotNeeded(Exception):
-    """The job has ended while this node was a spare."""
+    """The job has ended while this node was a spare; with a text where it had failed before this node came."""
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
@@ -185,9 +187,11 @@ class SpareHandler(NodesHandler):
     while, and take the end of the job for a failure. See `_Executor`; until this node has looked, nobody restarts.
 
     due_check: gives what this node has to pass before it takes a place; None: nothing now.
+    has_ended_well: set once ranks of this node have ended as they should: who comes later is not needed.
     """
 
     due_check: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+    has_ended_well = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -209,6 +213,11 @@ class SpareHandler(NodesHandler):
         finally:
             self._stop_heartbeats()
         return True
+
+    @property
+    def _ended_well(self) -> str:
+        """A key of the store."""
+        return f"moe-ckpt/{self._settings.run_id}/ended well"
 
     @property
     def _is_full(self) -> bool:
@@ -255,6 +264,9 @@ class SpareHandler(NodesHandler):
 
     def shutdown(self) -> bool:
         """As `DynamicRendezvousHandler.shutdown`, and spares see it before a store that is here is gone."""
+        if self.has_ended_well:
+            with contextlib.suppress(DistError):
+                self._store.set(self._ended_well, b"")
         is_closed: bool = super().shutdown()
         self._let_spares_look()
         return is_closed
@@ -275,8 +287,8 @@ class SpareHandler(NodesHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """As `NodesHandler.next_rendezvous`.
 
-        Raises NotNeeded where the job ends while this node has no place in it, for torchrun stumbles over torch's own
-        error then. One that has just trained, and whose place nobody took, fails with the node that ended the job.
+        Raises SpareNotNeeded where the job ends while this node has no place in it, for torchrun stumbles over torch's
+        own error then. One that has just trained, and whose place nobody took, fails with the node that ended the job.
         """
         self._executor.was_redundant, self._executor.since_s = False, time.monotonic()
         while True:
@@ -289,7 +301,13 @@ class SpareHandler(NodesHandler):
             except RendezvousClosedError as error:
                 if self._trained and not (self._executor.was_redundant or self._is_full):
                     raise
-                raise SpareNotNeeded from error
+                knows = self._trained or self._executor.was_redundant or self._store.check([self._ended_well])
+                failed = (
+                    ""
+                    if knows
+                    else f"job {self._settings.run_id!r} has failed; to continue it, restart its rendezvous store as well"
+                )
+                raise SpareNotNeeded(failed) from error
             except RendezvousTimeoutError:
                 if not self._trains_without_this_node:
                     raise

@@ -431,12 +431,21 @@ def test_a_node_that_has_lost_its_place_is_not_needed_when_the_job_ends(
         assert name_of_error(spare) == "SpareNotNeeded"
 
 
-def test_a_node_that_comes_when_the_job_has_ended_is_not_needed(handlers: list[DynamicRendezvousHandler]) -> None:
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_node_that_comes_when_the_job_has_ended_is_not_needed_and_learns_how_it_ended(
+    ends_well: bool, handlers: list[DynamicRendezvousHandler]
+) -> None:
+    """A pod starts its launcher again behind a failure, too: to end with 0 then would say that training is done."""
     with ThreadPoolExecutor() as pool:
         joining = {pool.submit(handler.next_rendezvous): handler for handler in handlers[:2]}
         for handler in two_of(joining):
+            vars(handler)["has_ended_well"] = ends_well
             handler.shutdown()
-        assert name_of_error(pool.submit(handlers[2].next_rendezvous)) == "SpareNotNeeded"
+        late = pool.submit(handlers[2].next_rendezvous)
+        assert name_of_error(late) == "SpareNotNeeded"
+        assert str(late.exception()) == (
+            "" if ends_well else "job 'job' has failed; to continue it, restart its rendezvous store as well"
+        )
 
 
 @pytest.mark.ci

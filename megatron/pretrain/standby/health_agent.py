@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     read_beat,
     stacks_signal,
 )
-from megatron.core.dist_checkpointing.moe.standby.verdict import kept_folder
+from megatron.core.dist_checkpointing.moe.standby.verdict import has_verdict, kept_folder
 from megatron.pretrain.processes import node_name
 from megatron.pretrain.spare_nodes import SpareHandler
 from megatron.pretrain.standby.agent import StandbyAgent
@@ -105,10 +105,12 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
 
     def run(self, *arguments: Any, **options: Any) -> RunResult:
         """As torch's; its `_shutdown` is called at each restart too."""
+        handler = self._worker_group.spec.rdzv_handler
         try:
             result: RunResult = super().run(*arguments, **options)
+            if isinstance(handler, SpareHandler):
+                handler.has_ended_well = not (result.is_failed() or has_verdict())
         except NodeExcluded as error:
-            handler = self._worker_group.spec.rdzv_handler
             if isinstance(handler, SpareHandler):
                 handler.keep_store(str(error))
             raise

@@ -63,8 +63,9 @@ def _run(argv: Sequence[str] | None) -> int:
         with verdict_of_ranks() as verdict, own_agents(options.moe_ckpt_standbys, HealthOptions.of(options)):
             record(run)(options)
             return verdict()
-    except SpareNotNeeded:
-        return 0  # a spare whose job has ended
+    except SpareNotNeeded as end:  # its job has ended, maybe before a pod started this launcher again
+        sys.stderr.write(f"moe-ckpt-run: error: {end}\n" * bool(str(end)))
+        return int(bool(str(end)))
     except (DistNetworkError, RendezvousError, TrainingFailure) as error:  # a port that is taken, a node that is late
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         said = reason_of(error) if isinstance(error, RendezvousError) else str(error).partition("\n")[0]
