@@ -303,9 +303,7 @@ class SpareHandler(NodesHandler):
                     raise
                 knows = self._trained or self._executor.was_redundant or self._store.check([self._ended_well])
                 failed = (
-                    ""
-                    if knows
-                    else f"job {self._settings.run_id!r} has failed; to continue it, restart its rendezvous store as well"
+                    "" if knows else f"job {self._settings.run_id!r} has failed; to continue it, restart its store too"
                 )
                 raise SpareNotNeeded(failed) from error
             except RendezvousTimeoutError:

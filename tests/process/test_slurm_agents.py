@@ -444,7 +444,7 @@ def test_a_node_that_comes_when_the_job_has_ended_is_not_needed_and_learns_how_i
         late = pool.submit(handlers[2].next_rendezvous)
         assert name_of_error(late) == "SpareNotNeeded"
         assert str(late.exception()) == (
-            "" if ends_well else "job 'job' has failed; to continue it, restart its rendezvous store as well"
+            "" if ends_well else "job 'job' has failed; to continue it, restart its store too"
         )
 
 

