@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from memory import give_back, holds_state, is_kept, keep, take
+from memory import FOLDER, give_back, holds_state, is_kept, keep, take
 from orphaned import requeue_if_orphaned
 from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, outcome_at, report
 from torch.distributed import DistError
@@ -59,10 +60,20 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # A spare that was not needed may have kept memory of an earlier run: it asks whether training has ended.
         waits = is_spare and is_kept() and outcome_at(_endpoint(argv)) != 0
+        if code != 0 and not is_kept():
+            _wait_for_persist_agents()
         give_back(os.environ[NODE_NAME], 1 if code is None or waits else code)
         if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
     return 1 if code is None else code
+
+
+def _wait_for_persist_agents() -> None:
+    """They write to storage what is in memory (`--moe-ckpt-persist-agent-s`); Slurm ends them with this process."""
+    from megatron.core.dist_checkpointing.moe.extensions import wait_for_agent
+
+    for slot in Path(os.environ[FOLDER], os.environ[NODE_NAME]).glob("*/*"):
+        wait_for_agent(slot, None)
 
 
 def _endpoint(argv: Sequence[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -21,6 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
+from megatron.core.dist_checkpointing.moe.extensions import AGENT_LOCK
 from megatron.core.dist_checkpointing.moe.standby.verdict import leave_early
 
 SLURM = ROOT / "scripts" / "slurm"
@@ -168,6 +171,29 @@ def test_an_agent_tells_ranks_that_were_asked_to_leave_early_from_ranks_that_hav
     assert agent.main(options(store)) == 4
     assert store.get(OUTCOME) == b"4"
     assert (tmp_path / "memory" / "node-0").is_dir()
+
+
+@pytest.mark.usefixtures("lead")
+def test_memory_of_a_failed_run_stays_until_persist_agents_have_written_it(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, there = importlib.import_module("agent"), list[bool]()
+    lock = tmp_path / "memory" / "node-0" / "job" / "slot-0" / AGENT_LOCK
+    lock.parent.mkdir(parents=True)
+    held = lock.open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def write() -> None:
+        there.append(lock.exists())
+        held.close()
+
+    def run(_options: object) -> None:
+        threading.Timer(1.0, write).start()
+        raise agent.RendezvousError("no node is left")
+
+    monkeypatch.setattr(agent, "run", run)
+    assert agent.main(options(store)) == 1
+    assert (there, (tmp_path / "memory").exists()) == ([True], False)
 
 
 @pytest.mark.usefixtures("lead")
