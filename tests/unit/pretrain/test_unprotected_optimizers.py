@@ -16,8 +16,10 @@ import pretrain_gpt_moe
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.manager import unfit_graphs
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_optimizers
+from megatron.core.dist_checkpointing.moe.megatron_state.partitions import random_draws
 from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.core.dist_checkpointing.moe.stock.flags import refusals
@@ -27,6 +29,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.utils import unwrap_model
 from megatron.pretrain.testing import cpu_device
 
@@ -129,6 +132,41 @@ def test_a_bias_that_routers_draw_once_and_keep_is_refused_in_a_loop_of_ones_own
     unwrap_model(chunk).config.moe_router_force_biased = -0.1
     with pytest.raises(UsageError, match="cannot be protected with moe_router_force_biased below 0: use"):
         state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ({"fp8_quantization_recipe": "custom", "custom_recipe_factory": "own.recipe"}, "quantizers of its own"),
+        ({"fp8_quantization_recipe": "blockwise", "fp8_param": True}, "weights that modules quantize by a recipe of"),
+        ({"fp8_quantization_recipe": "mxfp8"}, "delayed scaling beside modules with a recipe of their own"),
+    ],
+)
+def test_recipes_of_modules_whose_state_is_not_known_are_refused(recipe: dict[str, Any], named: str) -> None:
+    (chunk,) = chunks = built(judged(MODEL.split(), 1))
+    config = unwrap_model(chunk).config
+    config.fp8, config.fp8_recipe = "hybrid", "delayed" if "delayed" in named else "mxfp8"
+    config.quant_recipe = RecipeConfig([], {"experts": {"training_recipe": recipe, "evaluation_recipe": None}})
+    with pytest.raises(UsageError, match=f"cannot be protected with {named}"):
+        state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_products_in_four_bits_draw_numbers_in_the_whole_model_or_in_some_modules(whole: bool) -> None:
+    config = unwrap_model(built(judged(MODEL.split(), 1))[0]).config
+    config.hidden_dropout = config.attention_dropout = 0.0
+    assert (random_draws(config), "products in four bits" in unfreezable_settings(config)) == ("", False)
+    if whole:
+        config.fp4 = "e2m1"
+    else:
+        four = {"training_recipe": {"fp4_quantization_recipe": "nvfp4"}}
+        config.quant_recipe = RecipeConfig([], {"experts": four, "router": {"training_recipe": {}}})
+    assert random_draws(config) == "products in four bits"
+    assert "products in four bits" in unfreezable_settings(config)
+    for impl, refused in (("local", True), ("transformer_engine", False)):
+        config.cuda_graph_impl = impl
+        found = " ".join(unfit_graphs(MoECheckpointConfig(strategy="full"), config))
+        assert ("products in four bits" in found) == refused
 
 
 def test_scales_of_operations_that_transformer_engine_fuses_are_refused_and_so_are_frozen_ones() -> None:

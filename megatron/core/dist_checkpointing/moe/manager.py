@@ -46,7 +46,7 @@ from .extensions import load
 from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
-from .megatron_state.partitions import random_draws
+from .megatron_state.partitions import drawing_settings, random_draws
 from .megatron_state.pass_state import PassState
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .recovery.timeline import RecoveryTimeline, Timestamps
@@ -429,7 +429,8 @@ def unfit_graphs(config: MoECheckpointConfig, model: Any) -> Iterator[str]:
     """
     impl = getattr(model, "cuda_graph_impl", "none")
     unfit = f"--cuda-graph-impl {impl} does not go with"
-    draws = random_draws(model)
+    # Transformer Engine puts back the generator by whose numbers it rounds.
+    draws = random_draws(model) if impl == "local" else ", ".join(drawing_settings(model))
     captures_modules = impl in ("local", "transformer_engine") and not captures_passes(model)
     if config.strategy in ("full", "sparse") and captures_modules and draws:
         # Core runs modules before it captures them, and leaves the generators where that moved them. On an H100

@@ -16,7 +16,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from .operators import Shard
-from .quantization import is_quantized
+from .quantization import is_quantized, recipes_of_modules
 
 # What Transformer Engine's `FusedAdam` needs to train with state of few bits, until its own releases have it.
 #
@@ -339,11 +339,20 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
     Yields:
         What cannot be protected, as a noun.
     """
-    tp = config.tensor_model_parallel_size
+    tp, recipes = config.tensor_model_parallel_size, recipes_of_modules(config)
+    own = [config.fp8 and config.fp8_recipe, config.fp4 and config.fp4_recipe]
+    own += [one.get(f"fp{bits}_quantization_recipe") for bits in (8, 4) for one in recipes]
     # Without expert parallelism core reduces the gradients of experts with the rest's, over other tensor ranks.
     astray = config.expert_model_parallel_size == 1 and (config.expert_tensor_parallel_size or tp) != tp
     found = {
-        "quantizers of its own": "custom" in (config.fp8 and config.fp8_recipe, config.fp4 and config.fp4_recipe),
+        "quantizers of its own": "custom" in own or getattr(config, "use_kitchen", False),
+        "weights that modules quantize by a recipe of their own": any(
+            one.get(f"fp{bits}_param") for bits in (8, 4) for one in recipes
+        ),
+        # Their state would be taken for scales that change in size with the first pass.
+        "delayed scaling beside modules with a recipe of their own": (
+            bool(recipes) and config.fp8 and config.fp8_recipe == "delayed"
+        ),
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         # Their scales are in no module of the model.
         "operations that Transformer Engine fuses with delayed scaling": (

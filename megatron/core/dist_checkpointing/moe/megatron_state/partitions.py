@@ -21,6 +21,7 @@ from ..policy.resharding import Grid
 from ..types import Topology
 from .megatron import names_of_parameters
 from .operators import SINKS, GlobalName, StateTensor, is_constant, is_partitioned
+from .quantization import multiplies_in_four_bits
 
 _GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 # Of Mamba and gated delta-net: a rank has its part of queries or gates, then of keys, and so on, of unequal sizes.
@@ -66,11 +67,17 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
 
 def random_draws(config: TransformerConfig) -> str:
     """What of the model draws random numbers while it is trained, by the names of settings; empty if nothing does."""
+    in_four_bits = ["products in four bits"] * multiplies_in_four_bits(config)
+    return ", ".join([*drawing_settings(config), *in_four_bits])
+
+
+def drawing_settings(config: TransformerConfig) -> list[str]:
+    """By which settings modules draw random numbers, with their values."""
     names = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
     drawing = [name for name in names if getattr(config, name, None)]
     if getattr(config, "moe_router_force_biased", None) is not None:  # draws with 0, too
         drawing.append("moe_router_force_biased")
-    return ", ".join(f"{name} {getattr(config, name)}" for name in drawing)
+    return [f"{name} {getattr(config, name)}" for name in drawing]
 
 
 def _axis(parameter: torch.nn.Parameter, of: GlobalName) -> int | None:

@@ -48,6 +48,20 @@ def keeps_scales(config: Any) -> bool:
     return bool(in_attention) or (bool(config.fp8) and config.fp8_recipe == "delayed")
 
 
+def recipes_of_modules(config: Any) -> list[Mapping[str, Any]]:
+    """What some modules quantize by in place of the model's own recipe (`--te-precision-config-file`), while they are
+    trained or evaluated. config: core's configuration of the model."""
+    named = getattr(getattr(config, "quant_recipe", None), "configs", None) or {}
+    return [one for own in named.values() for name, one in own.items() if name.endswith("_recipe") and one]
+
+
+def multiplies_in_four_bits(config: Any) -> bool:
+    """Whether modules do, or may: gradients are rounded then by numbers of the device's generator."""
+    return bool(getattr(config, "fp4", None)) or any(
+        one.get("fp4_quantization_recipe") for one in recipes_of_modules(config)
+    )
+
+
 def forget_reductions(chunks: Sequence[torch.nn.Module]) -> None:
     """Let Transformer Engine forget which largest values it reduces over which process groups, in tables of its own.
 

@@ -27,7 +27,7 @@ from ..core_versions.training import has_norm_of_its_own, offloading_alone, page
 from ..errors import UsageError
 from ..megatron_state.module_tree import gpt_operators, is_plain_gpt, layers_ahead
 from ..megatron_state.optimizer_state import members_by_layer
-from ..megatron_state.quantization import keeps_scales
+from ..megatron_state.quantization import keeps_scales, multiplies_in_four_bits
 from ..ports import PeerLost, Transport
 from ..replication.agreement import combined
 from ..types import OperatorId, StepJournal
@@ -169,7 +169,7 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         # They are made once, and take all weights of a layer's experts for frozen or none.
         "operations that Transformer Engine fuses": getattr(config, "use_transformer_engine_op_fuser", False),
         # Gradients are rounded by random numbers, of which a frozen operator draws none.
-        "products in four bits": config.fp4,
+        "products in four bits": multiplies_in_four_bits(config),
     }
     yield from (reason for reason, applies in found.items() if applies)
 
