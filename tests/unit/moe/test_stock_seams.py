@@ -337,6 +337,16 @@ def test_counts_come_back_as_they_were_however_large() -> None:
     assert others.num_floating_point_operations_so_far == 3 * 10**24 + 1
 
 
+@pytest.mark.parametrize("at_least", [True, False])
+def test_that_more_tokens_are_lost_than_are_counted_is_known_behind_a_fault(at_least: bool) -> None:
+    args, others = arguments(), arguments()
+    if at_least:
+        args.tokens_lost_at_least = True  # as a checkpoint with older copies of some experts was loaded
+    counts = StockCounts(args, stand_in(args), {}).state_dict()
+    StockCounts(others, stand_in(others), {}).load_state_dict(counts | {"iteration": 5})
+    assert getattr(others, "tokens_lost_at_least", False) == at_least
+
+
 def test_flags_are_written_down_where_they_are_not_what_core_has_by_default() -> None:
     given = {"clip_grad": 0.5, "hidden_dropout": 0.1, "params_dtype": torch.float32, "log_interval": 3, "split": "9,1"}
     assert shaping_flags(argparse.Namespace(**given)) == {"clip_grad": 0.5, "split": "9,1"}

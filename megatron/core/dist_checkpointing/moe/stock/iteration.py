@@ -23,7 +23,7 @@ from ..megatron_state.trainer_state import COMMAND, SAMPLES, random_states, rest
 from ..ports import Json
 from ..recovery.timeline import RecoveryTimeline
 from ..snapshot.coordinator import ProtectionReport
-from .dense import newest_iteration
+from .dense import AT_LEAST, newest_iteration
 from .seams import Call
 
 
@@ -225,12 +225,16 @@ class StockCounts:
         counts["consumed_train_samples"] = self._args.consumed_train_samples + self._samples_to_come
         # As text: there are soon more of them than 64 bits take.
         counts |= {_OPERATIONS: repr(self._operations), _EVALUATED: self.evaluated, SAMPLES: self._batch}
+        if getattr(self._args, AT_LEAST, False):
+            counts[AT_LEAST] = True
         return counts | {_FLAGS: self._flags, COMMAND: self._command}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """As `LoopState.load_state_dict`: let the loop start, or continue, from these counts."""
         for name in _COUNTS:
             setattr(self._args, name, values[name])
+        if values.get(AT_LEAST):  # later checkpoints say so too
+            setattr(self._args, AT_LEAST, True)
         self._args.iteration = values["iteration"]
         self._operations = _number(values[_OPERATIONS])
         setattr(self._args, _OPERATIONS, self._operations)
