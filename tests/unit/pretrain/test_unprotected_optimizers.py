@@ -20,7 +20,9 @@ from megatron.core.dist_checkpointing.moe.manager import unfit_graphs
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_optimizers
 from megatron.core.dist_checkpointing.moe.megatron_state.partitions import random_draws
+from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import LiveTrainerState, NoLoopState
 from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings
+from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState, Training
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.core.dist_checkpointing.moe.stock.flags import refusals
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -254,3 +256,19 @@ def test_muon_is_taken_where_its_package_is_there(strategy: str, is_there: bool,
         found = list(refusals(MoECheckpointConfig(strategy=strategy), Namespace(optimizer="muon")))
     assert len(found) == bool(said)
     assert all(line.startswith(said) for line in found)
+
+
+def test_where_all_copies_were_damaged_tables_are_again_what_a_constructor_made_of_them() -> None:
+    """No checkpoint that is loaded instead has them."""
+    (chunk,) = chunks = built(judged(MODEL.split(), 1))
+    layer = unwrap_model(chunk).decoder.layers[0]
+    layer.self_attention.register_buffer("angles", torch.arange(3.0), persistent=False)
+    layer.mlp.router.register_buffer("counted", torch.arange(3.0), persistent=False)
+    optimizer = wrapped(torch.optim.AdamW(chunk.parameters()))
+    trainer = LiveTrainerState(optimizer, None, NoLoopState(), chunks)
+    state = LiveState(Training(chunks, optimizer, trainer, 1, 1), read_topology(1), 0)
+    state.restorer.poison()
+    assert layer.self_attention.angles.isnan().all()
+    state.clear_counters()
+    assert layer.self_attention.angles.tolist() == [0, 1, 2]
+    assert layer.mlp.router.counted.tolist() == [0, 0, 0]

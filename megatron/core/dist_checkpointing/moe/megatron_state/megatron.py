@@ -421,6 +421,17 @@ def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
                 yield StateTensor(shard, "master", Part.MASTER, raw(parameter), ranks, in_forward=True)
 
 
+def tables(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Buffers that a constructor fills and no checkpoint has, such as masks and angles; what routers count is none."""
+    return [
+        buffer
+        for chunk in chunks
+        for path, module in chunk.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set and not path.endswith("router")
+    ]
+
+
 def _buffer_tensors(model: _Model) -> Iterator[StateTensor]:
     for chunk in model.chunks:
         for module in chunk.modules():

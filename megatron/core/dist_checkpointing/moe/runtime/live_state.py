@@ -25,6 +25,7 @@ from ..megatron_state.megatron import (
     operators_of_parameters,
     state_tensors,
     stepped_parameters,
+    tables,
     unchanging_operators,
 )
 from ..megatron_state.module_tree import ties_embeddings
@@ -99,6 +100,7 @@ class LiveState:
     def __init__(self, training: Training, topology: Topology, rank: int, share: Share | None = None) -> None:
         self._training, self._topology, self._rank, self._share = training, topology, rank, share
         self._engine: CopyEngine | None = None
+        self._tables = [(table, table.to("cpu", copy=True)) for table in tables(training.chunks)]
         self.refresh()
 
     def refresh(self) -> None:
@@ -155,10 +157,12 @@ class LiveState:
         return LiveExecution(chunks, optimizer, operators_of_parameters(chunks, self._topology))
 
     def clear_counters(self) -> None:
-        """Set what routers count to zero."""
+        """Set what routers count to zero, and tables to what they were at first."""
         for state in state_tensors(self._training.chunks, self._training.optimizer, self._topology):
             if state.field == "buffer":
                 state.tensor.zero_()
+        for table, filled in self._tables:
+            table.copy_(filled)
 
     @property
     def near_cpus(self) -> frozenset[int]:
