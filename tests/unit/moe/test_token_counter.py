@@ -92,6 +92,20 @@ def test_tokens_of_passes_that_run_once_more_are_counted_once(monkeypatch: pytes
     assert vars(PagedStashRunner)["prepare_for_rerun"] is stub
 
 
+def test_counts_of_iterations_before_stay_when_the_passes_of_one_begin_once_more() -> None:
+    router, at = Router(), SimpleNamespace(iteration=1)
+    counter = TokenCounter([router], iteration=lambda: at.iteration)
+    for at.iteration in (1, 2, 3):
+        router(PROBABILITIES)
+    counter.begin()  # for an overflow
+    router(PROBABILITIES)
+    once = TokenCounter([router])
+    router(PROBABILITIES)
+    (counted,), (of_one,) = counter.take()().values(), once.take()().values()
+    assert counted == tuple(4 * count for count in of_one), "three iterations, and a pass of the third behind them"
+    assert set(*counter.take()().values()) == {0}
+
+
 def test_gates_of_an_overflow_that_are_no_number_count_nothing() -> None:
     router = Router()
     counter = TokenCounter([router], gate_unit=GATE_UNIT)

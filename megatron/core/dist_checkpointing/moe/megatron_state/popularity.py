@@ -42,12 +42,22 @@ class TokenCounter:
             gating probability has this unit, rounded (MoEvement App. B, Soft-Count). The probabilities are those of the
             router's score function over all experts. Core gives only those of the chosen ones away, so that they are
             taken from what `TopKRouter.routing` is called with (checked: core 0.17.1, 0.19.2).
+        iteration: Gives the current one where counts are taken after several: only its own are dropped when its passes
+            begin once more. None: they are taken in each.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], *, gate_unit: float | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        gate_unit: float | None = None,
+        iteration: Callable[[], int] | None = None,
+    ) -> None:
         self._layers = layers_of_routers(chunks)
         self._counts: dict[int, torch.Tensor] = {}
         self._runs: dict[int, int] = {}
+        self._before: dict[int, torch.Tensor] = {}
+        self._iteration, self._counted = iteration, 0
         self._hooks = ExitStack()
         for router in self._layers:
             if gate_unit is None:
@@ -56,6 +66,7 @@ class TokenCounter:
                 self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._counts[self._layers[router]] = zeros
+            self._before[self._layers[router]] = zeros.clone()
             self._runs[self._layers[router]] = _runs(router)
         self._hooks.enter_context(before_passes_are_repeated(self.begin))
 
@@ -78,7 +89,8 @@ class TokenCounter:
         layers = sorted(self._counts)
         # One transfer from the device, not one for each layer.
         taken = arriving_counts(layers, torch.stack([self._once(layer) for layer in layers]))
-        self.begin()
+        for count in (*self._counts.values(), *self._before.values()):
+            count.zero_()
         return taken
 
     def close(self) -> None:
@@ -86,8 +98,17 @@ class TokenCounter:
         self._hooks.close()
 
     def _once(self, layer: int) -> torch.Tensor:
-        count, runs = self._counts[layer], self._runs[layer]
+        count, runs = self._before[layer] + self._counts[layer], self._runs[layer]
         return count if runs == 1 else (count + runs - 1) // runs
+
+    def _of(self, router: TopKRouter) -> torch.Tensor:
+        """What is counted in the current iteration."""
+        if self._iteration is not None and (now := self._iteration()) != self._counted:
+            self._counted = now
+            for layer, count in self._counts.items():
+                self._before[layer] += count
+            self.begin()
+        return self._counts[self._layers[router]]
 
     def _count(self, router: TopKRouter, _: object, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
         if not _counts():
@@ -95,7 +116,8 @@ class TokenCounter:
         probabilities, chosen = routed
         if router.config.moe_pad_expert_input_to_capacity:
             chosen = chosen & (probabilities > 0)  # core fills each expert up with tokens that were not routed to it
-        self._counts[self._layers[router]] += chosen.sum(dim=0, dtype=torch.int64)
+        count = self._of(router)
+        count += chosen.sum(dim=0, dtype=torch.int64)
 
     @contextmanager
     def _counting_gates(self, router: TopKRouter, unit: float) -> Iterator[None]:
@@ -106,7 +128,8 @@ class TokenCounter:
                 # Whole numbers: their sum does not depend on the order, so all ranks and replays come to the same one.
                 # Of an overflow, whose step is skipped, some gates are no number.
                 units = (_gates(router, logits.detach()) / unit).nan_to_num(0.0).round().long()
-                self._counts[self._layers[router]] += units.sum(dim=0)
+                count = self._of(router)
+                count += units.sum(dim=0)
             return upstream(logits, *arguments, **options)
 
         router.routing = routing

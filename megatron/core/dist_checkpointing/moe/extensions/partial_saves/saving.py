@@ -54,7 +54,7 @@ class ExpertSaves:
         self._chunks = chunks
         self._lineage = ExpertLineage(on_rank_zero(lambda: _continued(args, loaded)))
         by_load = args.save_experts_selection == "load-aware"
-        self._counter = TokenCounter(chunks) if by_load else None
+        self._counter = TokenCounter(chunks, iteration=lambda: args.curr_iteration) if by_load else None
         self._chains: dict[int, Chain] = {}
 
     def close(self) -> None:
