@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _wait_for_persist_agents() -> None:
-    """They write to storage what is in memory (`--moe-ckpt-persist-agent-s`); Slurm ends them with this process."""
+    """They write snapshots to storage from memory (`--moe-ckpt-persist-agent-s`); Slurm ends them with this process."""
     from megatron.core.dist_checkpointing.moe.extensions import wait_for_agent
 
     for slot in Path(os.environ[FOLDER], os.environ[NODE_NAME]).glob("*/*"):

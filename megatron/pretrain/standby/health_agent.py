@@ -303,7 +303,7 @@ def _raise_once(number: int, frame: object) -> NoReturn:
     SIGTERM may follow it."""
     for one in _ENDING:
         signal.signal(one, signal.SIG_IGN)
-    # Logging takes what is raised in it, such as while its reader stands still: then the agent raises it again.
+    # Logging swallows errors raised in it, as while its reader stands still: then the agent raises this again.
     NodeAgent.told_to_end = SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
     raise NodeAgent.told_to_end
 

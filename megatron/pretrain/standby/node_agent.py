@@ -97,11 +97,11 @@ class NodeAgent(LocalElasticAgent):
         refused = [rank for rank, one in (result.failures or {}).items() if one.exitcode == InvalidInput.exit_code]
         if not refused:
             return result
-        told, self._refuses = (ranks_named(sorted(refused)), InvalidInput.exit_code), True
+        named, self._refuses = (ranks_named(sorted(refused)), InvalidInput.exit_code), True
         if self._starts > 1 and not self._refused:
-            log.warning("%s ended with exit code %d behind another start: not restarted if that comes again", *told)
+            log.warning("%s ended with exit code %d behind another start: not restarted if that comes again", *named)
             return result
-        log.error("%s ended with exit code %d: not restarted", *told)
+        log.error("%s ended with exit code %d: not restarted", *named)
         if not leave_verdict(InvalidInput.exit_code):
             return result
         self._stop_workers(worker_group)

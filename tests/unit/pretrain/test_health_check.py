@@ -643,7 +643,7 @@ def test_a_signal_that_logging_takes_ends_the_launcher_all_the_same(monkeypatch:
     before = {one: signal.getsignal(one) for one in handled}
     try:
         with health_agent.own_agents(0, parsed()):
-            logging.StreamHandler(Reader()).handle(logging.makeLogRecord({"msg": "told"}))
+            logging.StreamHandler(Reader()).handle(logging.makeLogRecord({"msg": "hello"}))
             with pytest.raises(SignalException):
                 methodcaller("_monitor_workers", None)(object.__new__(NodeAgent))
     finally:

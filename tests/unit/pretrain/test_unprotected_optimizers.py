@@ -141,7 +141,7 @@ def test_a_bias_that_routers_draw_once_and_keep_is_refused_in_a_loop_of_ones_own
     [
         ({"fp8_quantization_recipe": "custom", "custom_recipe_factory": "own.recipe"}, "quantizers of its own"),
         ({"fp8_quantization_recipe": "blockwise", "fp8_param": True}, "weights that modules quantize by a recipe of"),
-        ({"fp8_quantization_recipe": "mxfp8"}, "delayed scaling beside modules with a recipe of their own"),
+        ({"fp8_quantization_recipe": "mxfp8"}, "delayed scaling with recipes of modules"),
     ],
 )
 def test_recipes_of_modules_whose_state_is_not_known_are_refused(recipe: dict[str, Any], named: str) -> None:

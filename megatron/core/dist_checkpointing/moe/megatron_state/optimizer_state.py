@@ -350,9 +350,7 @@ def unsupported_settings(config: Any, wrapping: Any) -> Iterator[str]:
             one.get(f"fp{bits}_param") for bits in (8, 4) for one in recipes
         ),
         # Their state would be taken for scales that change in size with the first pass.
-        "delayed scaling beside modules with a recipe of their own": (
-            bool(recipes) and config.fp8 and config.fp8_recipe == "delayed"
-        ),
+        "delayed scaling with recipes of modules": (bool(recipes) and config.fp8 and config.fp8_recipe == "delayed"),
         "Megatron-FSDP": wrapping.use_megatron_fsdp,
         # Their scales are in no module of the model.
         "operations that Transformer Engine fuses with delayed scaling": (

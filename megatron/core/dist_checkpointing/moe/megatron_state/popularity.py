@@ -102,7 +102,7 @@ class TokenCounter:
         return count if runs == 1 else (count + runs - 1) // runs
 
     def _of(self, router: TopKRouter) -> torch.Tensor:
-        """What is counted in the current iteration."""
+        """Counts of the current iteration."""
         if self._iteration is not None and (now := self._iteration()) != self._counted:
             self._counted = now
             for layer, count in self._counts.items():

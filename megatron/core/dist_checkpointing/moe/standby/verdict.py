@@ -34,7 +34,7 @@ def verdict_of_ranks() -> Iterator[Callable[[], int]]:
 @contextlib.contextmanager
 def kept_folder(path: str | Path) -> Iterator[None]:
     """In this block nobody takes a folder in /tmp for a leftover: systemd-tmpfiles removes what was not touched for 10
-    days, but leaves alone what is locked."""
+    days, but leaves locked folders alone."""
     held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_SH)
