@@ -346,8 +346,8 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
             lines.append(f"| {' | '.join(cells)} |")
             undisturbed += [f"{means[0]:.2f}"] * (name == FAULT_FREE)
     apart = (
-        f"- Without faults losses are {' and '.join(undisturbed)}: seeds of another release trained in another"
-        " loop. What the controls of one show says nothing of strategies that only ran with the other.\n"
+        f"- Without faults losses are {', '.join(undisturbed)}. Seeds of {UNKNOWN} trained in another loop than all"
+        " others: the controls, which ran in this one, say nothing of strategies that only ran in that.\n"
     ) * (len(releases) > 1)
     alike: dict[str, set[int]] = {}
     for run in runs:
