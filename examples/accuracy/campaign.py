@@ -348,7 +348,7 @@ def page(runs: Sequence[Mapping[str, Any]], scale: Scale) -> str:
     apart = (
         f"- Without faults losses are {', '.join(undisturbed)}. Seeds of {UNKNOWN} trained in another loop than all"
         " others: the controls, which ran in this one, say nothing of strategies that only ran in that.\n"
-    ) * (len(releases) > 1)
+    ) * (UNKNOWN in releases and len(releases) > 1)
     alike: dict[str, set[int]] = {}
     for run in runs:
         alike.setdefault(f"{run.get('release', UNKNOWN)}, {run.get('made', UNKNOWN_COMMIT)}", set()).add(run["seed"])

@@ -59,7 +59,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
     long that the state has to be looked at again.
     """
 
-    was_redundant = False
+    was_redundant = was_open = False
     since_s = 0.0
     checked_again: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -78,6 +78,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
         def next_action(context: _RendezvousContext, deadline: float) -> _Action:
             state = context.state
+            self.was_open |= not state.closed
             is_full = state.complete and len(state.participants) >= context.settings.max_nodes
             if is_full and not state.closed and context.node in state.wait_list:
                 return _Action.ADD_TO_REDUNDANCY_LIST
@@ -301,7 +302,7 @@ class SpareHandler(NodesHandler):
             except RendezvousClosedError as error:
                 if self._trained and not (self._executor.was_redundant or self._is_full):
                     raise
-                knows = self._trained or self._executor.was_redundant or self._store.check([self._ended_well])
+                knows = self._executor.was_open or self._store.check([self._ended_well])
                 failed = (
                     "" if knows else f"job {self._settings.run_id!r} has failed; to continue it, restart its store too"
                 )

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.run import run
 
+from megatron.pretrain.device import values_of
 from megatron.pretrain.processes import NODE_LEAVES, NODE_NAME
 from megatron.pretrain.rendezvous import BACKEND, register_backend
 from megatron.pretrain.spare_nodes import SpareHandler, SpareNotNeeded
@@ -60,20 +61,23 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # A spare that was not needed may have kept memory of an earlier run: it asks whether training has ended.
         waits = is_spare and is_kept() and outcome_at(_endpoint(argv)) != 0
-        if code != 0 and not is_kept():
-            _wait_for_persist_agents()
+        ran_s = time.monotonic() - begun_s
+        if (code is None or 0 < code < 128) and not is_kept():  # told to end, it has no time to wait
+            _wait_for_persist_agents(argv)
         give_back(os.environ[NODE_NAME], 1 if code is None or waits else code)
         if code is None and _Handler.was_made:
-            requeue_if_orphaned(_endpoint(argv), time.monotonic() - begun_s)
+            requeue_if_orphaned(_endpoint(argv), ran_s)
     return 1 if code is None else code
 
 
-def _wait_for_persist_agents() -> None:
-    """They write snapshots to storage from memory (`--moe-ckpt-persist-agent-s`); Slurm ends them with this process."""
-    from megatron.core.dist_checkpointing.moe.extensions import wait_for_agent
+def _wait_for_persist_agents(argv: Sequence[str]) -> None:
+    """They write snapshots to storage from memory; Slurm ends them with this process."""
+    from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import wait_for_agent
 
-    for slot in Path(os.environ[FOLDER], os.environ[NODE_NAME]).glob("*/*"):
-        wait_for_agent(slot, None)
+    limit_s = values_of(argv, "--moe-ckpt-persist-agent-s").get("moe_ckpt_persist_agent_s")
+    if limit_s is not None:
+        for job in Path(os.environ[FOLDER], os.environ[NODE_NAME]).glob("*"):
+            wait_for_agent(job / "slot", float(limit_s))
 
 
 def _endpoint(argv: Sequence[str]) -> str:

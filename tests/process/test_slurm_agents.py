@@ -192,7 +192,7 @@ def test_memory_of_a_failed_run_stays_until_persist_agents_have_written_it(
         raise agent.RendezvousError("no node is left")
 
     monkeypatch.setattr(agent, "run", run)
-    assert agent.main(options(store)) == 1
+    assert agent.main([*options(store), "--moe-ckpt-persist-agent-s", "60"]) == 1
     assert (there, (tmp_path / "memory").exists()) == ([True], False)
 
 
@@ -458,8 +458,9 @@ def test_a_node_that_has_lost_its_place_is_not_needed_when_the_job_ends(
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
+@pytest.mark.parametrize("has_trained", [True, False], ids=["in the last round", "elsewhere"])
 def test_a_node_that_comes_when_the_job_has_ended_is_not_needed_and_learns_how_it_ended(
-    ends_well: bool, handlers: list[DynamicRendezvousHandler]
+    has_trained: bool, ends_well: bool, handlers: list[DynamicRendezvousHandler]
 ) -> None:
     """A pod starts its launcher again behind a failure, too: to end with 0 then would say that training is done."""
     with ThreadPoolExecutor() as pool:
@@ -467,6 +468,8 @@ def test_a_node_that_comes_when_the_job_has_ended_is_not_needed_and_learns_how_i
         for handler in two_of(joining):
             vars(handler)["has_ended_well"] = ends_well
             handler.shutdown()
+        if not has_trained:
+            vars(vars(handlers[2])["_executor"])["_own"] = ("another", "")
         late = pool.submit(handlers[2].next_rendezvous)
         assert name_of_error(late) == "SpareNotNeeded"
         assert str(late.exception()) == (

@@ -154,7 +154,7 @@ ROWS = {
         "click torch yaml",
         "commands simulator __init__", f"pretrain_gpt_moe {DRIVER} {ENGINE}",
     ),
-    "scripts": Row("standby", "matplotlib pip torch", "megatron_core", also=DRIVER),
+    "scripts": Row("extensions.persist_agent standby", "matplotlib pip torch", "megatron_core", also=DRIVER),
     "examples": Row(
         "", "matplotlib megatron.core megatron.training torch", "simulator",
         also=f"pretrain_gpt_moe reproduce {DRIVER} {ENGINE}",

@@ -98,7 +98,7 @@ class NodeAgent(LocalElasticAgent):
         if not refused:
             return result
         named, self._refuses = (ranks_named(sorted(refused)), InvalidInput.exit_code), True
-        if self._starts > 1 and not self._refused:
+        if self._starts > 1 and self._remaining_restarts and not self._refused:
             log.warning("%s ended with exit code %d behind another start: not restarted if that comes again", *named)
             return result
         log.error("%s ended with exit code %d: not restarted", *named)

@@ -85,8 +85,8 @@ def test_whoever_cleans_up_leaves_the_folder_of_a_launcher_alone(monkeypatch: py
 class Agent(NodeAgent):
     """An agent whose ranks end with these codes, one in each start."""
 
-    def __init__(self, codes: list[int]) -> None:
-        self._codes = codes
+    def __init__(self, codes: list[int], restarts: int = 9) -> None:
+        self._codes, self._remaining_restarts = codes, restarts
 
     def _settle(self, group: WorkerGroup) -> None:
         self._starts += 1
@@ -115,6 +115,23 @@ def test_an_exit_code_of_python_alone_is_a_verdict_at_once_or_the_second_time(
         result = methodcaller("_monitor_workers", group)(agent)
         assert (result.state is WorkerState.SUCCEEDED) == (start == starts)
         assert verdict.exists() == (start == starts)
+
+
+def test_an_exit_code_of_python_alone_is_a_verdict_where_no_restart_is_left(
+    verdict: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", lambda agent, group: None)
+    agent, group = Agent([1, 2], restarts=0), cast("WorkerGroup", SimpleNamespace(workers=[]))
+    for _ in range(2):
+        methodcaller("_rendezvous", group)(agent)
+    assert methodcaller("_monitor_workers", group)(agent).state is WorkerState.SUCCEEDED
+    assert verdict.read_text() == "2"
+
+
+def test_a_verdict_for_which_the_disk_has_no_room_is_none(verdict: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict.symlink_to("/dev/full")
+    assert not leave_verdict(2)
+    assert not verdict.is_symlink()
 
 
 def test_who_left_early_in_an_earlier_attempt_counts_no_more(verdict: Path) -> None:

@@ -52,7 +52,8 @@ def recipes_of_modules(config: Any) -> list[Mapping[str, Any]]:
     """What some modules quantize by in place of the model's own recipe (`--te-precision-config-file`), while they are
     trained or evaluated. config: core's configuration of the model."""
     named = getattr(getattr(config, "quant_recipe", None), "configs", None) or {}
-    return [one for own in named.values() for name, one in own.items() if name.endswith("_recipe") and one]
+    recipes = (own.get(f"{when}_recipe") for own in named.values() for when in ("training", "evaluation"))
+    return [one for one in recipes if one and isinstance(one, Mapping)]
 
 
 def multiplies_in_four_bits(config: Any) -> bool:

@@ -66,9 +66,16 @@ def leave_verdict(exit_code: int) -> bool:
     try:
         Path(verdict).write_text(str(exit_code))
     except OSError as error:
+        _remove_part(Path(verdict))
         log.error("exit code %d cannot be left to the launcher, which may start ranks again: %s", exit_code, error)
         return False
     return True
+
+
+def _remove_part(verdict: Path) -> None:
+    """Remove what was written of a verdict until the disk was full."""
+    with contextlib.suppress(OSError):
+        verdict.unlink()
 
 
 def leave_early() -> None:
@@ -108,6 +115,7 @@ def permanent_errors_end_the_job() -> Iterator[None]:
         except FileExistsError:
             pass
         except OSError:
+            _remove_part(Path(os.environ[VERDICT_FILE]))
             raise error from None  # to end with 0 now would say that training has ended
         own_heartbeat().rest(lost_a_peer=False)
         raise SystemExit(0) from error
