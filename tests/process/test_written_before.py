@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from attempts import Cluster
 from click.testing import CliRunner
-from runs import Layout, differences, digest, flags, reports_in
+from runs import Layout, differences, digest, flags
 
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
@@ -170,7 +170,7 @@ def test_snapshots_without_the_counts_of_this_loop_are_refused_by_name_and_stay(
 def test_jobs_continue_exactly_from_snapshots_that_an_earlier_version_of_this_loop_stored(
     written: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
-    ends, metrics = {}, tmp_path / "undisturbed.jsonl"
+    ends = {}
     for strategy, settings in STRATEGIES.items():
         storage = shutil.copytree(written / "stock" / strategy / "storage", tmp_path / strategy / "storage")
         given = ("--moe-ckpt-strategy", strategy, *settings, "--moe-ckpt-persist-dir", storage)
@@ -178,13 +178,19 @@ def test_jobs_continue_exactly_from_snapshots_that_an_earlier_version_of_this_lo
         (outcome,) = cluster.run(LAYOUT, *MODEL, *given, *more, "--save", tmp_path / strategy, job=strategy)
         assert f"recovered iteration {RECOVERED} exactly" in outcome.said
         ends[strategy] = digest(tmp_path / strategy, LAST)
-    assert ends["full"] == ends["sparse"]
-    cluster.run(
-        LAYOUT, *MODEL, *FULL, "--save", tmp_path / "undisturbed", "--metrics-jsonl", metrics, job="undisturbed"
-    )
-    with FilesystemStore(tmp_path / "full" / "storage", 0).open(SnapshotId(RECOVERED, 0)) as reader:
-        stored: Any = reader.manifest.facts.scalars["journal"]
-    (report,) = (one for one in reports_in(metrics) if one["iteration"] == RECOVERED)
-    # Kernels of other processors come to other bits in the iterations that the earlier version trained.
-    if all(report[name] == stored[name] for name in ("lm_loss", "grad_norm")):
-        assert ends["full"] == digest(tmp_path / "undisturbed", LAST)
+    kept = ("--moe-ckpt-persist-dir", tmp_path / "here", "--moe-ckpt-persist-interval", RECOVERED)
+    cluster.run(LAYOUT, *MODEL, *FULL, *kept, "--save", tmp_path / "undisturbed", job="undisturbed")
+    here, there = trained(tmp_path / "here"), trained(written / "stock" / "full" / "storage")
+    assert here.keys() == there.keys()
+    # Kernels of other processors come to other bits, where the earlier version trained and where windows are replayed.
+    if here == there:
+        assert ends["full"] == ends["sparse"] == digest(tmp_path / "undisturbed", LAST)
+    else:
+        assert not set(differences(ends["full"], ends["sparse"])) - STATE
+
+
+def trained(folder: Path) -> dict[str, bytes]:
+    """What a snapshot in storage has of rank 0's operators."""
+    with FilesystemStore(folder, 0).open(SnapshotId(RECOVERED, 0)) as reader:
+        fields = (one.key for one in reader.manifest.layout.fields if "/" in one.key and "random" not in one.key)
+        return {key: bytes(reader.read(key)) for key in fields}
