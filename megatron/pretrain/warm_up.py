@@ -12,7 +12,7 @@ from megatron.pretrain.errors import PretrainError
 
 _MODULES = ("megatron.core.dist_checkpointing.moe.stock", "torch._dynamo")
 """What the entry script has not imported itself; optimizers import the second when one is made."""
-_TOKENIZERS = "megatron.core.tokenizers.text"
+_TOKENIZERS = "megatron.core.tokenizers.text.models"
 """Megatron-LM imports them, and `transformers` with them, once flags have been parsed."""
 
 

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         # A spare that was not needed may have kept memory of an earlier run: it asks whether training has ended.
         waits = is_spare and is_kept() and outcome_at(_endpoint(argv)) != 0
         ran_s = time.monotonic() - begun_s
-        if (code is None or 0 < code < 128) and not is_kept():  # told to end, it has no time to wait
+        if code is None and not is_kept():
             _wait_for_persist_agents(argv)
         give_back(os.environ[NODE_NAME], 1 if code is None or waits else code)
         if code is None and _Handler.was_made:

@@ -64,8 +64,10 @@ def _run(argv: Sequence[str] | None) -> int:
             record(run)(options)
             return verdict()
     except SpareNotNeeded as end:  # its job has ended, maybe before a pod started this launcher again
-        sys.stderr.write(f"moe-ckpt-run: error: {end}\n" * bool(str(end)))
-        return int(bool(str(end)))
+        if not str(end):
+            return 0
+        sys.stderr.write(f"moe-ckpt-run: error: {end}\n")
+        return 1
     except (DistNetworkError, RendezvousError, TrainingFailure) as error:  # a port that is taken, a node that is late
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         said = reason_of(error) if isinstance(error, RendezvousError) else str(error).partition("\n")[0]

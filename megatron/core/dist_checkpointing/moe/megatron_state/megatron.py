@@ -422,13 +422,13 @@ def _frozen_tensors(model: _Model) -> Iterator[StateTensor]:
 
 
 def tables(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Buffers that a constructor fills and no checkpoint has, such as masks and angles; what routers count is none."""
+    """Buffers of the training state that a constructor fills and no checkpoint has; what routers count is none."""
     return [
         buffer
         for chunk in chunks
         for path, module in chunk.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set and not path.endswith("router")
+        if name in module._non_persistent_buffers_set and not (path.endswith("router") or is_constant(f"{path}.{name}"))
     ]
 
 

@@ -66,7 +66,8 @@ class TokenCounter:
                 self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
             self._counts[self._layers[router]] = zeros
-            self._before[self._layers[router]] = zeros.clone()
+            if iteration is not None:
+                self._before[self._layers[router]] = zeros.clone()
             self._runs[self._layers[router]] = _runs(router)
         self._hooks.enter_context(before_passes_are_repeated(self.begin))
 
@@ -98,7 +99,9 @@ class TokenCounter:
         self._hooks.close()
 
     def _once(self, layer: int) -> torch.Tensor:
-        count, runs = self._before[layer] + self._counts[layer], self._runs[layer]
+        count, runs = self._counts[layer], self._runs[layer]
+        if self._before:
+            count = count + self._before[layer]
         return count if runs == 1 else (count + runs - 1) // runs
 
     def _of(self, router: TopKRouter) -> torch.Tensor:
