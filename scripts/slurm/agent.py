@@ -7,6 +7,7 @@ that is given back at the end. It is the task that Slurm starts and signals.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,11 +19,11 @@ from typing import Any
 
 from memory import FOLDER, give_back, holds_state, is_kept, keep, take
 from orphaned import requeue_if_orphaned
-from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, outcome_at, report
+from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, UNTRAINED, outcome_at, report
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousInfo
 from torch.distributed.run import run
 
 from megatron.pretrain.device import values_of
@@ -35,13 +36,20 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 
 class _Handler(SpareHandler):
-    """Notes that this node has reached the meeting point: one that never did cannot know that it is gone."""
+    """Notes that this node has reached the meeting point: one that never did cannot know that it is gone. And that it
+    had a place there, so that it has started ranks."""
 
-    was_made = False
+    was_made = had_a_place = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         _Handler.was_made = True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As torch's."""
+        found = super().next_rendezvous()
+        _Handler.had_a_place = True
+        return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,7 +103,7 @@ def _lead(argv: Sequence[str]) -> int | None:
     """Train, and report how that has ended; the exit code, None where other nodes may continue. SIGTERM is ignored from
     the report on."""
     # Once Megatron-Core is skipped.
-    from megatron.core.dist_checkpointing.moe.standby.verdict import has_left_early, verdict_of_ranks
+    from megatron.core.dist_checkpointing.moe.standby.verdict import has_left_early, has_trained, verdict_of_ranks
     from megatron.pretrain.standby.health_agent import NodeExcluded, own_agents
 
     try:
@@ -123,8 +131,14 @@ def _lead(argv: Sequence[str]) -> int | None:
             code = 128 + stop.sigval
         except (ChildFailedError, RendezvousError) as error:
             sys.stderr.write(f"{os.environ.get(NODE_NAME)} leaves the job: {type(error).__name__} {error}\n")
-            closed = isinstance(error, RendezvousClosedError) and holds_state(os.environ[NODE_NAME])
-            if closed and outcome_at(options.rdzv_endpoint) in (1, REFUSED, REFUSED_WITH_STATE):
+            closed = isinstance(error, RendezvousClosedError)
+            # Loops of others tell nothing of their iterations.
+            tells = "--moe-ckpt-memory-dir" in argv and _Handler.had_a_place
+            if tells and (closed or isinstance(error, ChildFailedError)) and not has_trained():
+                with contextlib.suppress(DistError):
+                    report(options.rdzv_endpoint, UNTRAINED, of_nodes=int(options.nnodes))
+            failed = closed and holds_state(os.environ[NODE_NAME])
+            if failed and outcome_at(options.rdzv_endpoint) in (1, REFUSED, REFUSED_WITH_STATE):
                 return _refused_with_state(options.rdzv_endpoint)  # the other node may lack what this one has
             return None
         # Of one node that is told to end, others may train on.

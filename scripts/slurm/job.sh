@@ -169,6 +169,10 @@ decide() {
         go_on 0 "$left"
     elif [ "$SECONDS" -lt "$MOE_CKPT_MIN_RUN_S" ]; then
         end 1 "failed after $SECONDS s; not requeued: what fails within $MOE_CKPT_MIN_RUN_S s (MOE_CKPT_MIN_RUN_S) would fail again"
+    elif [ "$code" = 5 ] && [ "$MOE_CKPT_ON_STOP" = requeue ]; then
+        say "failed after $SECONDS s, and no start came to an iteration, see above; requeued and held: once that is mended,\
+ run scontrol release $SLURM_JOB_ID"
+        requeue requeuehold
     else
         go_on 1 "failed after $SECONDS s"
     fi

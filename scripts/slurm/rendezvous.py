@@ -12,9 +12,9 @@ from torch.distributed import DistError, DistNetworkError, TCPStore
 
 OUTCOME, NOTED = "moe-ckpt/outcome", "moe-ckpt/noted"
 LISTENS = ".listens"
-REFUSED, REFUSED_WITH_STATE, LEFT_EARLY = 2, 3, 4
-"""What agents report where ranks refuse flags or inputs, the second one where snapshots in memory wait for that; and
-where ranks have ended well, as they were asked to, before the last iteration."""
+REFUSED, REFUSED_WITH_STATE, LEFT_EARLY, UNTRAINED = 2, 3, 4, 5
+"""What agents report where ranks refuse flags or inputs, the second one where snapshots in memory wait for that; where
+ranks have ended well, as they were asked to, before the last iteration; and where no start came to an iteration."""
 ANSWER_S, POLL_S = 30.0, 0.5
 
 

@@ -65,7 +65,9 @@ def agent():
         outcome.write_text("1" if what == "undecided" else "3")
         memory.keep()
         sys.exit(code)
-    elif what == "failed":
+    elif what in ("failed", "untrained"):
+        if what == "untrained":
+            outcome.write_text("5")
         sys.exit(1)
     elif what == "left":
         outcome.write_text("4")
@@ -242,6 +244,21 @@ def test_a_job_that_fails_after_a_while_is_requeued(play: Play) -> None:
     code, said = play.run(*submit(), runs=(("failed", "trained"),), MOE_CKPT_MIN_RUN_S="0")
     assert code == 0, said
     assert said.count("starts on") == 2
+
+
+@pytest.mark.ci
+def test_a_job_of_which_no_start_came_to_an_iteration_is_held(play: Play) -> None:
+    _, said = play.run(*submit(), runs=(("untrained", "trained"),), MOE_CKPT_MIN_RUN_S="0")
+    assert said.count("starts on") == 1
+    assert "no start came to an iteration, see above; requeued and held" in said
+
+
+@pytest.mark.ci
+def test_a_chain_goes_on_where_no_start_came_to_an_iteration(play: Play) -> None:
+    chain = ("--", "scripts/slurm/chain.sh", "2", "--job-name=run", "--nodes=3", TRAIN)
+    code, said = play.run(*chain, runs=(("untrained",), ("trained",)), MOE_CKPT_MIN_RUN_S="0")
+    assert code == 1, said
+    assert "job 2: training has ended" in said
 
 
 @pytest.mark.ci

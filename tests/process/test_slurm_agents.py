@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from world import HANG_TIMEOUT_S, ROOT, free_port
 
 from megatron.core.dist_checkpointing.moe.extensions import AGENT_LOCK
-from megatron.core.dist_checkpointing.moe.standby.verdict import leave_early
+from megatron.core.dist_checkpointing.moe.standby.verdict import leave_early, note_iteration
 
 SLURM = ROOT / "scripts" / "slurm"
 JOIN_S = 10
@@ -171,6 +172,45 @@ def test_an_agent_tells_ranks_that_were_asked_to_leave_early_from_ranks_that_hav
     assert agent.main(options(store)) == 4
     assert store.get(OUTCOME) == b"4"
     assert (tmp_path / "memory" / "node-0").is_dir()
+
+
+@pytest.mark.usefixtures("lead")
+@pytest.mark.parametrize(
+    ("error", "had_a_place", "tells", "trained", "held"),
+    [
+        (ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")}), True, True, False, True),
+        (RendezvousClosedError(), True, True, False, True),
+        (RendezvousTimeoutError(), True, True, False, False),
+        (RendezvousClosedError(), False, True, False, False),
+        (RendezvousClosedError(), True, False, False, False),
+        (RendezvousClosedError(), True, True, True, False),
+    ],
+    ids=["failed", "another failed", "too few nodes", "a spare", "another loop", "trained"],
+)
+def test_a_job_is_held_where_ranks_of_all_nodes_failed_and_none_trained(
+    error: Exception,
+    had_a_place: bool,
+    tells: bool,
+    trained: bool,
+    held: bool,
+    store: TCPStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, found = importlib.import_module("agent"), list[bool]()
+    monkeypatch.setattr(vars(agent)["_Handler"], "had_a_place", had_a_place)
+
+    def run(_options: object) -> None:
+        note_iteration.cache_clear()
+        if trained:
+            note_iteration()
+        raise error
+
+    monkeypatch.setattr(agent, "run", run)
+    for _ in range(2):
+        assert agent.main([*options(store), *(("--moe-ckpt-memory-dir", "memory") if tells else ())]) == 1
+        found.append(store.check([OUTCOME]))
+    assert found == [False, held]
+    assert not held or store.get(OUTCOME) == b"5"
 
 
 @pytest.mark.usefixtures("lead")

@@ -227,6 +227,20 @@ def test_a_launcher_that_looks_for_hangs_waits_for_the_first_iteration_after_a_r
     assert [None if beat is None else beat.doing for beat in said] == [Activity.STARTING, doing]
 
 
+@pytest.mark.parametrize(("replayed", "told"), [(0, [1]), (1, [])], ids=["trained", "run again"])
+def test_a_launcher_is_told_of_an_iteration_that_was_trained_not_of_one_that_was_run_again(
+    replayed: int, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[int]()
+    monkeypatch.setattr(iterations, "note_iteration", lambda: found.append(1))
+    loop = Loop(Noting(replayed))
+    with loop.hooks.forward_backward():
+        pass
+    loop.optimizer.step()
+    loop.hooks.after_step()
+    assert found == told
+
+
 @pytest.mark.parametrize(
     ("error", "doing"),
     [

@@ -27,8 +27,10 @@ from megatron.core.dist_checkpointing.moe.standby.verdict import (
     VERDICT_FILE,
     forget_verdict,
     has_left_early,
+    has_trained,
     leave_early,
     leave_verdict,
+    note_iteration,
     permanent_errors_end_the_job,
     verdict_of_ranks,
 )
@@ -141,6 +143,15 @@ def test_who_left_early_in_an_earlier_attempt_counts_no_more(verdict: Path) -> N
     forget_verdict()
     assert not has_left_early()
     assert not verdict.exists()
+
+
+@pytest.mark.usefixtures("verdict")
+def test_an_iteration_that_was_trained_in_an_earlier_attempt_counts() -> None:
+    note_iteration.cache_clear()
+    assert not has_trained()
+    note_iteration()
+    forget_verdict()
+    assert has_trained()
 
 
 def test_without_our_launcher_every_error_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from ..policy.parking import Cause
 from ..snapshot.coordinator import ProtectionReport
 from ..standby.heartbeat import own_heartbeat
 from ..standby.slot import own_slot
+from ..standby.verdict import note_iteration
 from ..types import StepJournal
 from .faults import FaultInjector, Phase, Termination
 from .peer_links import close_connections, is_lost_peer
@@ -224,6 +225,7 @@ class Iterations:
             self._arm()
         if not was_replaying:
             self._slot.training()
+            note_iteration()
         own_heartbeat().moved()
         return report
 

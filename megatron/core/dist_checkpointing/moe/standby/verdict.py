@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from ..errors import MoECheckpointError
@@ -46,7 +47,7 @@ def kept_folder(path: str | Path) -> Iterator[None]:
 def forget_verdict() -> None:
     """Ranks are started again, since others of this launcher have failed: that of the attempt before does not count."""
     if VERDICT_FILE in os.environ:
-        for file in (Path(os.environ[VERDICT_FILE]), _early()):
+        for file in (Path(os.environ[VERDICT_FILE]), _beside("early")):
             file.unlink(missing_ok=True)
 
 
@@ -83,16 +84,29 @@ def leave_early() -> None:
     training has not ended."""
     if VERDICT_FILE in os.environ:
         with contextlib.suppress(OSError):
-            _early().touch()
+            _beside("early").touch()
 
 
 def has_left_early() -> bool:
     """Whether a rank of this launcher has ended so."""
-    return _early().is_file()
+    return _beside("early").is_file()
 
 
-def _early() -> Path:
-    return Path(os.environ.get(VERDICT_FILE, "nowhere/verdict")).with_name("early")
+@cache
+def note_iteration() -> None:
+    """Tell the launcher that this process has trained an iteration."""
+    if VERDICT_FILE in os.environ:
+        with contextlib.suppress(OSError):
+            _beside("trained").touch()
+
+
+def has_trained() -> bool:
+    """Whether a rank of this launcher has trained an iteration, in this attempt or an earlier one."""
+    return _beside("trained").is_file()
+
+
+def _beside(name: str) -> Path:
+    return Path(os.environ.get(VERDICT_FILE, "nowhere/verdict")).with_name(name)
 
 
 @contextlib.contextmanager
