@@ -23,11 +23,16 @@ def struck_when_sealed(memory: str, iteration: int, copies: int) -> Iterator[Non
     """A rank kills itself only when `copies` snapshots of `iteration` are sealed in the memory of all nodes.
 
     Snapshots are sealed and replicated in background threads while training continues, so the newest iteration that a
-    recovery finds depends on how busy the machine is; with this it does not.
+    recovery finds depends on how busy the machine is; with this it does not. An iteration of a tiny model may also be
+    over before the snapshot before it is sealed, and then has none: messages wait for what is under way.
     """
     from megatron.core.dist_checkpointing.moe.runtime import faults
+    from megatron.core.dist_checkpointing.moe.snapshot.iteration_message import MessageExchange
 
-    kill = os.kill
+    kill, send = os.kill, MessageExchange.send
+
+    def send_behind_copies(self: MessageExchange, message: Any, awaiting: Any, until_s: float) -> None:
+        send(self, message, awaiting, until_s + PATIENCE_S)
 
     def kill_when_sealed(pid: int, number: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -35,7 +40,10 @@ def struck_when_sealed(memory: str, iteration: int, copies: int) -> Iterator[Non
             time.sleep(0.02)
         kill(pid, number)
 
-    with mock.patch.object(faults.os, "kill", kill_when_sealed):
+    with (
+        mock.patch.object(faults.os, "kill", kill_when_sealed),
+        mock.patch.object(MessageExchange, "send", send_behind_copies),
+    ):
         yield
 
 
