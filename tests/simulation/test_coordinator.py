@@ -15,7 +15,8 @@ from simulated_world.world import Event, World
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import ProtectionState
 from megatron.core.dist_checkpointing.moe.ports import PeerLost
-from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator, ProtectionReport
+from megatron.core.dist_checkpointing.moe.types import StepJournal
 
 full = pytest.mark.full
 FULL = MoECheckpointConfig(strategy="full", interval=2, replicas=1, timeout_s=60.0)
@@ -155,7 +156,7 @@ def test_reports_say_why_there_is_less_protection_than_asked_for() -> None:
 
     flipping = partial(Network, flip_rate=0.2)
     simulation = Simulation(FULL, network=flipping, each=heard)
-    simulation.run(1)
+    simulation.run(2)
     told += simulation.told.reports.values()
     poor = [report for report in told if report.protection.state is not ProtectionState.PROTECTED]
     for why in ("no snapshot of iteration 6: still under way", "has too few replicas: "):
@@ -199,6 +200,28 @@ def test_a_restart_that_finds_three_snapshots_replicates_again_what_it_keeps(cap
     _, _, starts = simulation.run(9, should_crash=has_three)
     assert len(starts) == 2
     assert "there is no room" not in caplog.text
+    assert {report.protection.state for report in simulation.told.reports.values()} == {ProtectionState.PROTECTED}
+
+
+def test_no_message_waits_for_storage_as_long_as_an_evaluation_took(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step_end = Coordinator.step_end
+
+    def behind_an_evaluation(coordinator: Coordinator, iteration: int, journal: StepJournal) -> None:
+        assert simulation.job is not None
+        simulation.job.world.sleep(8 * DURABLE.timeout_s)
+        step_end(coordinator, iteration, journal)
+
+    def takes_long(rank: int, persistent: bool, number: int, name: str) -> bool:
+        if persistent and simulation.job is not None:
+            simulation.job.world.sleep(3 * DURABLE.timeout_s)
+        return False
+
+    monkeypatch.setattr(Coordinator, "step_end", behind_an_evaluation)
+    simulation = Simulation(DURABLE, store_fails=takes_long)
+    simulation.run(3)
+    assert "until the job restarts" not in caplog.text
     assert {report.protection.state for report in simulation.told.reports.values()} == {ProtectionState.PROTECTED}
 
 

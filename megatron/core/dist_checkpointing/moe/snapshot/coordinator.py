@@ -224,7 +224,10 @@ class Coordinator:
         # status per open round, and the collective needs as many on all ranks.
         if self._in_contact:
             beyond = beyond if self._strategy.deferred_tokens else None
-            self._send_message(plan, counts, tally.iteration_s / 2, pace, beyond, skipped=journal.skipped)
+            # Training waits for the message before its next step, which an evaluation or a save does not put off.
+            ahead_s = min(tally.iteration_s, self._pass_times.shortest_s or tally.iteration_s)
+            patience_s = min(ahead_s, self._job.config.timeout_s / 2) / 2
+            self._send_message(plan, counts, patience_s, pace, beyond, skipped=journal.skipped)
             if (ahead := self._strategy.ahead()) is not None:
                 self._background.control.submit(ahead)  # behind the message
         tally.last_stall_s = self._stopwatch.resume()
