@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.policy.lifecycle import WindowState
 from megatron.core.dist_checkpointing.moe.policy.rollback import kept as kept_logs
 from megatron.core.dist_checkpointing.moe.policy.tracking import (
+    RestoredState,
     Status,
     TrackedPiece,
     TrackedWindow,
@@ -254,8 +255,16 @@ def test_every_replay_from_a_kept_window_finds_all_logs_that_there_were(
     left = kept(windows)
     staying = kept_logs(logs, oldest_base(left), newest=25, lookback=100)
     for window in left:
-        if window.sealed:
+        if window.sealed or window.state is WindowState.SPARE:
             assert {log for log in logs if log > window.span[0]} <= staying
+
+
+def test_replays_start_at_spare_pieces_while_a_newer_window_is_not_whole() -> None:
+    spare = frozenset({(11, "snapshot"), (12, "snapshot"), (9, CONSTANT)})
+    windows = RestoredState(20, (), (), spare).windows()
+    assert oldest_base(windows.values()) == 11
+    assert oldest_base([*windows.values(), sparse(21, WindowState.COPYING)]) == 11
+    assert oldest_base([sparse(21, WindowState.PROTECTED)]) == 21
 
 
 # Storage

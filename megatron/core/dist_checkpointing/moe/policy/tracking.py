@@ -301,9 +301,16 @@ def _restored(pieces: Iterable[Piece]) -> dict[range, TrackedWindow]:
 
 
 def oldest_base(windows: Iterable[TrackedWindow]) -> int | None:
-    """The first iteration of the oldest window that is kept, where the earliest replay starts; None without one."""
-    states = (window for window in windows if any(held.piece.kind != CONSTANT for held in window.sealed))
-    return min((window.span[0] for window in states), default=None)
+    """The first iteration of the oldest window that is kept, where the earliest replay starts; None without one.
+
+    Spare pieces count: until a newer window is whole, the next recovery has nothing else.
+    """
+    bases: set[int] = set()
+    for window in windows:
+        spare = window.pieces if window.state is WindowState.SPARE else ()
+        held = [one.iteration for one in (*window.sealed, *spare) if one.piece.kind != CONSTANT]
+        bases.update(held if spare else [window.span[0]] if held else ())
+    return min(bases, default=None)
 
 
 def yielded_replicas(window: TrackedWindow, windows: Iterable[TrackedWindow]) -> list[PieceName]:
