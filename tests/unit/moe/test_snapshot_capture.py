@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +163,38 @@ def test_a_snapshot_has_the_bytes_of_every_tensor(store: MemoryStore) -> None:
     model = Model()
     found = stored(store, capture(store, LiveCapturer(model.tensors, Trainer(), ThreadEngine()), everything(model)))
     assert found == model.bytes()
+
+
+def test_layouts_may_be_asked_for_on_another_thread_while_snapshots_are_taken(store: MemoryStore) -> None:
+    model = Model()
+    capturer = LiveCapturer(model.tensors, Trainer(), ThreadEngine())
+    some = Part.COMPUTE, Part.MASTER, Part.MOMENTS
+    plans = [plan(dict(zip(model.operators, parts, strict=True))) for parts in itertools.product(some, repeat=4)]
+    plans = plans[:64]  # all are remembered
+    layouts, ended = [capturer.layout(one) for one in plans], threading.Event()
+
+    def ask() -> int:
+        count = 0
+        while not ended.is_set():
+            capturer.layout(plans[count % len(plans)])
+            count += 1
+        return count
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+            stack.callback(ended.set)
+            asked = pool.submit(ask)
+            for at in range(1500):
+                layout = layouts[at % len(layouts)]
+                with store.reserve(SnapshotId(at, 0), layout) as writer:
+                    capturer.begin([(layout, writer)])
+                    capturer.end(WAIT_S)
+            stack.close()
+            assert asked.result(WAIT_S)
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 def test_records_are_those_of_the_planned_parts(store: MemoryStore) -> None:

@@ -13,6 +13,7 @@ What `begin` copies falls into three classes, by what may change it before `end`
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ class LiveCapturer:
         )
         # By whether the trainer is asked for and the parts of each operator; what was asked for last comes last.
         self._prepared_by_parts: OrderedDict[tuple[object, ...], _PreparedLayout] = OrderedDict()
+        self._lock = threading.Lock()  # of these: the thread that writes to storage asks for layouts, too
         self._under_way = False
         self.states: Mapping[str, memoryview] | None = None
         self._random_into: list[tuple[Mapping[str, memoryview], Mapping[str, int], memoryview]] = []
@@ -117,12 +119,16 @@ class LiveCapturer:
         left_out = self._left_out(among) if self._left_out is not None and among is not None else frozenset()
         left_out = frozenset(operator for operator in left_out if operator in plan.parts)
         key, known = (trainer, left_out, *parts), self._prepared_by_parts
-        if key not in known:
-            known[key] = self._prepare(self._layout(dict(zip(self._in_order, parts, strict=True)), trainer, left_out))
+        with self._lock:
+            prepared = known.get(key)
+        if prepared is None:
+            prepared = self._prepare(self._layout(dict(zip(self._in_order, parts, strict=True)), trainer, left_out))
+        with self._lock:
+            prepared = known.setdefault(key, prepared)
+            known.move_to_end(key)
             if len(known) > _REMEMBERED_LAYOUTS:
                 known.popitem(last=False)
-        known.move_to_end(key)
-        return known[key].layout
+        return prepared.layout
 
     def begin(self, copies: Sequence[tuple[Layout, MappedWriter]], pace: Pace | None = None) -> None:
         """As `ports.Capturer.begin`. Raises UsageError when `end` was not called since the last `begin`."""
@@ -196,10 +202,10 @@ class LiveCapturer:
         fields of thousands of tensors in every iteration. An equal layout that is another object is only slower. What
         is copied was mostly asked for right before, so the newest entries are looked at first.
         """
-        for known in reversed(self._prepared_by_parts.values()):
-            if known.layout is layout:
-                return known
-        return self._prepare(layout)
+        with self._lock:
+            newest_first = reversed(self._prepared_by_parts.values())
+            found = next((known for known in newest_first if known.layout is layout), None)
+        return found or self._prepare(layout)
 
     def _prepare(self, layout: Layout) -> _PreparedLayout:
         changing: list[tuple[_LiveRecord, int]] = []
