@@ -6,11 +6,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from simulated_world.memory import Memory
 from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister, PersistTask
 
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])
@@ -26,6 +27,26 @@ def test_a_rank_removes_its_own_snapshots_of_the_named_iterations_from_storage()
     persister = Persister(storage, storage, 0, nobody, lambda piece, index: LAYOUT, clock=SystemClock())  # type: ignore[arg-type]
     persister.free({4})
     assert storage.snapshots().sealed == (SnapshotId(4, 1), SnapshotId(5, 0), SnapshotId(5, 1))
+
+
+def test_a_snapshot_that_cannot_be_removed_keeps_no_other_one_in_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, nobody = FakeStore(Memory(), 0), Any
+    for iteration in (4, 5):
+        with storage.reserve(SnapshotId(iteration, 0), LAYOUT) as writer:
+            writer.put("w", bytes(10))
+            writer.seal(Facts("job", "digest", {}, {}))
+    free = storage.free
+
+    def fails(snapshot: SnapshotId) -> None:
+        if snapshot.iteration == 4:
+            raise StoreFailure("the device failed")
+        free(snapshot)
+
+    monkeypatch.setattr(storage, "free", fails)
+    persister = Persister(storage, storage, 0, nobody, lambda piece, index: LAYOUT, clock=SystemClock())  # type: ignore[arg-type]
+    with pytest.raises(StoreFailure, match="the device failed"):
+        persister.free({4, 5})
+    assert storage.snapshots().sealed == (SnapshotId(4, 0),)
 
 
 @dataclass

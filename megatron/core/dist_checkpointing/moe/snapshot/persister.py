@@ -99,10 +99,16 @@ class Persister:
             self._announce(())
 
     def free(self, iterations: Collection[int]) -> None:
-        """Remove this rank's snapshots of these iterations. Raises StoreFailure."""
+        """Remove this rank's snapshots of these iterations. Raises StoreFailure once all were tried."""
+        failures = []
         for snapshot in self._storage.snapshots(self._rank).sealed:
             if snapshot.iteration in iterations:
-                self._storage.free(snapshot)
+                try:
+                    self._storage.free(snapshot)
+                except StoreFailure as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _write(self, task: PersistTask) -> None:
         with ExitStack() as stack:

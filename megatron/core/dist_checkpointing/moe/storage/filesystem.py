@@ -11,6 +11,7 @@ a whole snapshot under its name, or one under a name that is never read.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -33,6 +34,8 @@ from .system import (
     write_all,
     write_synced,
 )
+
+log = logging.getLogger(__name__)
 
 SEGMENT = "segment.bin"
 
@@ -122,12 +125,13 @@ class FilesystemStore:
         """As `ports.Store.free`: a sealed snapshot vanishes by one rename before its files are deleted."""
         with failing_as(f"free the {snapshot} in {self.directory}"):
             if _is_there(self.directory / snapshot.name):
-                freed = self._new_name("freed", snapshot)
-                self.system.rename(self.directory / snapshot.name, freed)
+                self.system.rename(self.directory / snapshot.name, self._new_name("freed", snapshot))
                 # Without this a power cut might bring the name back after its files were deleted.
                 sync_directory(self.directory, self.system)
-                self._delete(freed)
-            self._delete_left(snapshot)
+            try:
+                self._delete_left(snapshot)
+            except OSError as error:  # on NFS, where anybody has a file of it open
+                log.warning("%s is free, but takes space until the next start: %s", snapshot, error)
 
     def sweep(self) -> None:
         with failing_as(f"remove torn snapshots in {self.directory}"):
