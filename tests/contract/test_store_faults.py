@@ -225,6 +225,62 @@ def test_a_writer_that_was_given_up_and_comes_late_seals_nothing_over_what_anoth
     assert read(other, FIRST) == content(FIRST, version=2)
 
 
+def test_a_late_writer_that_is_not_told_what_is_there_seals_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, other = new_store("objects", place), new_store("objects", place)
+
+    class Unreachable(WithoutCreate):
+        """Looks, and puts that replace nothing, are those of fsspec's base class."""
+
+        def info(self, path: str) -> Any:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+
+        def exists(self, path: str) -> bool:
+            return fsspec.AbstractFileSystem.exists(self, path)
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+            if mode == "create" and self.exists(path):
+                raise FileExistsError(path)
+            super().pipe_file(path, value)
+
+    publish = hung.publish
+
+    def unreachable(*arguments: Any) -> None:
+        write(other, FIRST, version=1)
+        monkeypatch.setattr(hung, "files", Unreachable(hung.files))
+        publish(*arguments)
+
+    monkeypatch.setattr(hung, "publish", unreachable)
+    with pytest.raises(StoreFailure, match="timed out"):
+        write(hung, FIRST)
+    assert read(other, FIRST) == content(FIRST, version=1)
+
+
+def test_a_snapshot_is_free_though_its_folder_cannot_be_removed_yet(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Busy(OperatingSystem):
+        """As NFS, where the files of a folder stay while somebody has them open."""
+
+        is_open = True
+
+        def remove_directory(self, path: Path) -> None:
+            if self.is_open:
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+            super().remove_directory(path)
+
+    system = Busy()
+    store = new_store("filesystem", place, system)
+    write(store, FIRST)
+    store.free(FIRST)
+    assert store.snapshots().sealed == ()
+    assert "takes space until the next start" in caplog.text
+    system.is_open = False
+    store.sweep()
+    assert not [one for one in place.rglob("*") if one.is_dir() and "freed" in one.name]
+
+
 def test_a_seal_that_was_made_though_it_was_said_to_fail_is_not_taken_for_anothers(place: Path) -> None:
     store = new_store("objects", place)
     inner, tries = store.files, list[str]()

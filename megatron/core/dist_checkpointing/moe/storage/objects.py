@@ -155,6 +155,7 @@ class ObjectStore:
             FileExistsError: Another one is there: this writer was given up for dead, and comes late.
         """
         path = f"{self._folder(snapshot)}/{MANIFEST}"
+        self._require_own(path, manifest)  # a put of fsspec's own takes an error of its look for none there
         try:
             self.files.pipe_file(path, manifest, mode="create")
         except Exception:  # it is there, or this backend, or its version, has no such put and says so in its own way
@@ -181,8 +182,9 @@ class ObjectStore:
 
     def _require_own(self, path: str, manifest: bytes) -> None:
         self.files.invalidate_cache()
-        if self.files.exists(path) and self._content(path) != manifest:
-            raise FileExistsError(errno.EEXIST, "another process has sealed this snapshot meanwhile", path)
+        with suppress(FileNotFoundError):  # `exists` of fsspec says no for any error
+            if self._content(path) != manifest:
+                raise FileExistsError(errno.EEXIST, "another process has sealed this snapshot meanwhile", path)
 
     def _names(self, folder: str) -> list[str]:
         """Names of the objects and folders in a folder, none when it does not exist."""
