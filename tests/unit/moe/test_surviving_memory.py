@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.ports import Facts, Json, Layout, PeerLost, SnapshotId
 from megatron.core.dist_checkpointing.moe.resharding.record_server import RecordServer, RemoteRecords
 from megatron.core.dist_checkpointing.moe.resharding.survivors import PreviousLayout, SurvivingMemory
@@ -175,6 +176,20 @@ def test_whoever_does_not_know_the_secret_gets_nothing(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_connection_ends_with_whoever_asked_though_a_forked_child_has_it_too(tmp_path: Path) -> None:
+    store = filled(tmp_path / "a", 0, SHARE)
+    server, before = RecordServer(store.open, "127.0.0.1", 600.0), set(threading.enumerate())
+    asking = RemoteRecords(0, server.place, 20.0)
+    asking.open(SHARE)
+    (serving,) = set(threading.enumerate()) - before
+    of_child = vars(asking)["_connection"].dup()
+    asking.close()
+    serving.join(20)
+    assert not serving.is_alive()
+    for one in (of_child, server, store):
+        one.close()
+
+
 def test_nothing_is_served_any_more_where_a_rank_is_lost_before_all_know_the_servers(tmp_path: Path) -> None:
     store, calls, before = filled(tmp_path / "a", 0, SHARE), iter(range(2)), set(threading.enumerate())
 
@@ -221,6 +236,28 @@ def test_a_server_ends_though_its_descriptor_could_be_given_to_another_file(
     assert not thread.is_alive()
     for one in (slow, fast, *silent, store):
         one.close()
+
+
+def test_a_share_that_cannot_be_freed_keeps_no_other_one_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = [SHARE, SnapshotId(5, 0), SnapshotId(6, 0)]
+    store = filled(tmp_path / "a", 0, *shares)
+    free, tried = store.free, list[SnapshotId]()
+
+    def fails_once(snapshot: SnapshotId) -> None:
+        tried.append(snapshot)
+        if len(tried) == 1:
+            raise StoreFailure("too many open files")
+        free(snapshot)
+
+    monkeypatch.setattr(store, "free", fails_once)
+    alone: Any = FakeTransport(Ranks(1), 0)
+    storage: Any = SimpleNamespace(use_memory=lambda memory: None)
+    older = PreviousLayout("job", "a", store, storage, Any, {"world_size": 1}, alone, "127.0.0.1", 5.0)
+    older.discard()
+    assert sorted(tried) == shares
+    store.close()
 
 
 def test_what_belongs_to_another_layout_keeps_its_memory_until_it_is_freed(tmp_path: Path) -> None:

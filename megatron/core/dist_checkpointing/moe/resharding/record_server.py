@@ -114,6 +114,8 @@ class RemoteRecords:
 
     def close(self) -> None:
         """Ask no more."""
+        with suppress(OSError):  # told to the other side even where a forked child has the socket, too
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     @property

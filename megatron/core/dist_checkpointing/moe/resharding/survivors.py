@@ -339,8 +339,8 @@ class PreviousLayout(OlderMemory):
     def _free(self, gone: frozenset[SnapshotId]) -> None:
         # Also what cannot be freed counts as gone: it is not tried again.
         self._own -= gone
-        try:
-            for snapshot in gone:
+        for snapshot in gone:
+            try:
                 self._memory.free(snapshot)
-        except StoreFailure as error:
-            log.error("cannot free memory of the previous layout: %s", error)
+            except StoreFailure as error:
+                log.error("cannot free memory of the previous layout: %s", error)
