@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import time
 from pathlib import Path
@@ -43,7 +42,9 @@ Exit codes: 0 all ranks have what was asked for; 1 some have less or are silent,
     "--silent", "silent_s", type=Duration(), default="60s", show_default=True, metavar="TIME",
     help="A rank that said nothing for longer counts as silent.",
 )  # fmt: skip
-@click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Of each table; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), metavar="N", default=20, show_default=True, help="Of each table; 0 for all.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.pass_context
 def status(
@@ -70,6 +71,7 @@ def status(
 
 
 def _default_place() -> Path:
-    memory = Path("/dev/shm")
-    of_job = memory / f"moe-ckpt-job-{os.environ.get('SLURM_JOB_ID')}"
-    return of_job if of_job.is_dir() else memory / f"moe-ckpt-{getpass.getuser()}"
+    from megatron.core.dist_checkpointing.moe.storage.ownership import default_memory_folder
+
+    of_job = Path("/dev/shm") / f"moe-ckpt-job-{os.environ.get('SLURM_JOB_ID')}"
+    return of_job if of_job.is_dir() else default_memory_folder()

@@ -12,8 +12,9 @@ import pytest
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
-from megatron.core.dist_checkpointing.moe.runtime.process_info import JobClaim, ProcessInfo, open_memory
+from megatron.core.dist_checkpointing.moe.runtime.process_info import JobClaim, ProcessInfo, memory_folder, open_memory
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.ownership import default_memory_folder
 
 PLACE = ProcessInfo(0, "node-0", "job")
 STRANGER = 65_534
@@ -32,6 +33,16 @@ def base(tmp_path: Path) -> Path:
         writer.seal(Facts("job", "", {}, {}))
     store.close()
     return folder
+
+
+def test_a_user_whose_name_a_container_does_not_know_has_a_folder_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 987654")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    folder = Path("/dev/shm/moe-ckpt-987654")
+    assert memory_folder(MoECheckpointConfig(strategy="full")) == default_memory_folder() == folder
 
 
 def opened(folder: Path) -> MemoryStore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import socket
@@ -24,6 +23,7 @@ from ..storage.objects import open_durable
 from ..storage.ownership import (
     Claim,
     check_private,
+    default_memory_folder,
     file_system,
     is_shared,
     job_of_launcher,
@@ -194,9 +194,7 @@ def agree_on_job(claims: Sequence[JobClaim]) -> str:
 
 def memory_folder(config: MoECheckpointConfig) -> Path:
     """The folder on a tmpfs that the nodes' folders are in."""
-    return (
-        Path(config.memory_dir) if config.memory_dir is not None else Path("/dev/shm") / f"moe-ckpt-{getpass.getuser()}"
-    )
+    return Path(config.memory_dir) if config.memory_dir is not None else default_memory_folder()
 
 
 def check_memory(config: MoECheckpointConfig, place: ProcessInfo) -> None:

@@ -8,6 +8,7 @@ what it keeps beside them.
 from __future__ import annotations
 
 import fcntl
+import getpass
 import json
 import logging
 import os
@@ -152,6 +153,15 @@ def _refuse_files_of_others(descriptor: int, folder: Path) -> None:
 
 def _mode(mode: int) -> str:
     return f"{stat.S_IMODE(mode):04o}"
+
+
+def default_memory_folder() -> Path:
+    """That of jobs which are told no other: one for each user, by number where a container does not know the name."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return Path("/dev/shm") / f"moe-ckpt-{name}"
 
 
 def _user(number: int) -> str:
