@@ -55,7 +55,11 @@ def section(name: str, command: click.Command) -> Iterator[str]:
         yield from (*_markdown(paragraph), "")
     if options:
         yield from ("| option | |", "|---|---|")
-        yield from (f"| {_cell(_names(option))} | {_cell(option.help or '')} |" for option in options)
+        context = click.Context(command)
+        yield from (
+            f"| {_cell(_names(option))} | {_cell((option.get_help_record(context) or ('', ''))[1])} |"
+            for option in options
+        )
         yield ""
 
 
@@ -86,7 +90,7 @@ def _names(option: click.Option) -> str:
     value = option.metavar or ("|".join(map(str, option.type.choices)) if isinstance(option.type, click.Choice) else "")
     value = value or option.type.name.upper()
     flags = ", ".join((*option.opts, *option.secondary_opts))
-    return f"`{flags if option.is_flag else f'{flags} {value}'}`" + (", required" if option.required else "")
+    return f"`{flags if option.is_flag else f'{flags} {value}'}`"
 
 
 def _cell(text: str) -> str:

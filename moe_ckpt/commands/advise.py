@@ -35,6 +35,8 @@ the host memory is refused. A system that may lose updates is tried where no exa
           --cluster azure-nc96ads-a100 --mtbf 30m
     $ moe-ckpt advise --model Mixtral-8x7B --pp 4 --ep 8 --cluster h100-dgx --mtbf 3h --host-memory-gb 500
     $ moe-ckpt advise --model Qwen3-30B-A3B --ep 8 --world-size 128 --cluster h100-dgx --mtbf 12h --from metrics.jsonl
+
+Exit codes: 0 printed; 1 a file cannot be read; 2 wrong usage.
 """
 
 

@@ -25,6 +25,7 @@ from moe_ckpt.report.progress import progress
 
 from ..dense.names import new_iteration_folder
 from .convert_hf import from_hugging_face, to_hugging_face
+from .values import require_place
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.moe.ports import Listing, SnapshotId
@@ -156,6 +157,7 @@ def convert(
     if to == "dense":
         said, facts = _to_dense(context, source, out, flags)
     elif to == "hf":
+        require_place(Path(source))
         said, facts = to_hugging_face(Path(source), out, hf_model, max_shard_size)
     else:
         said, facts = from_hugging_face(Path(source), out)

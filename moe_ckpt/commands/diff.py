@@ -47,7 +47,9 @@ _COLUMNS = "entry | what | first | second | index | differing:count | elements:c
 @click.argument("second", metavar="B")
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs, not the first one only.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, also when they are equal.")
-@click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Rows to print; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), metavar="N", default=20, show_default=True, help="Rows to print; 0 for all.",
+)  # fmt: skip
 @click.pass_context
 def diff(context: click.Context, first: str, second: str, everything: bool, as_json: bool, rows: int) -> None:
     """See `HELP`; the option above each parameter explains it."""

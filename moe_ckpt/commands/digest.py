@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from .values import require_place
+
 HELP = """Print one digest per component of the torch_dist checkpoint in DIRECTORY.
 
 DIRECTORY is an iteration (iter_0000012), or a --save directory, of which the iteration is taken that
@@ -27,6 +29,8 @@ optimizer, gives other digests for what it stores differently.
 Left out are: the saved command line (args), except the data position; the description of the sharding (content
 metadata); and, in distributed-optimizer buckets, the alignment padding between parameters, which Megatron-Core never
 initialises.
+
+Exit codes: 0 printed; 1 DIRECTORY is damaged or not whole; 2 wrong usage.
 """
 
 
@@ -35,6 +39,7 @@ initialises.
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts, and the number of entries, as JSON.")
 def digest(directory: Path, as_json: bool) -> None:
     """See `HELP`; the option above each parameter explains it."""
+    require_place(directory)
     # torch is imported only when there is something to read: --help stays quick.
     from ..dense.digest import digest_components, total_digest
     from ..dense.merged import open_alone

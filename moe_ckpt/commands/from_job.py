@@ -71,29 +71,30 @@ def measured(path: Path) -> Measured:
     """
     run = Run(read_run(path, path.name))
     rows = list(zip(*(run.of_kept(name) for name in _COLUMNS), strict=True))[1:]  # the first one warms up
+    rows = [row for row in rows if _passes_s(*row) > 0]  # and not NaN
     if len(rows) < FEWEST:
         raise UsageError(f"--from {path} has {len(rows)} iterations after the first, but it takes {FEWEST} of them")
-    # Without a copy a row repeats what the last one added.
-    passes = [
-        taken - _or_0(stall) - (max(0.0, _or_0(slowed)) if copied > 0 else 0.0)
-        for taken, stall, slowed, copied, _ in rows
-    ]
     added = [max(0.0, slowed) for _, _, slowed, copied, _ in rows if copied > 0 and not math.isnan(slowed)]
     copied = [copied for _, _, slowed, copied, _ in rows if copied > 0 and not math.isnan(slowed)]
     sent = [nbytes / taken for taken, _, _, _, nbytes in rows if nbytes > 0 and taken > 0]
     recoveries = [one.parts for one in run.log.recoveries if one.is_whole]
     parts = {name: found for name in RESTART if (found := _median(of.get(name, 0.0) for of in recoveries)) is not None}
     return Measured(
-        iteration_s=median(passes),
+        iteration_s=median(_passes_s(*row) for row in rows),
         added_s=_median(added),
         copied_bytes=_median(copied),
-        replicas=sum(row[-1] for row in rows) / max(1.0, sum(row[-2] for row in rows)),
+        replicas=sum(_or_0(row[-1]) for row in rows) / max(1.0, sum(_or_0(row[-2]) for row in rows)),
         sent_bytes_per_s=max(sent, default=None),
         detect_s=_median(of.get("detect", 0.0) for of in recoveries),
         restart_s=_median(sum(of.get(name, 0.0) for name in RESTART) for of in recoveries),
         parts_s=parts,
         recoveries=len(recoveries),
     )
+
+
+def _passes_s(taken_s: float, stall_s: float, slowed_s: float, copied: float, _: float) -> float:
+    """An iteration without what checkpoints added; without a copy a row repeats what the last one did."""
+    return taken_s - _or_0(stall_s) - (max(0.0, _or_0(slowed_s)) if copied > 0 else 0.0)
 
 
 _COLUMNS = ("iteration_time_s", "stall_s", "slowed_s", "snapshot_bytes", "replicated_bytes")

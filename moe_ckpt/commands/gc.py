@@ -33,8 +33,7 @@ Jobs tidy up after themselves. What they leave is what a killed one could not fr
     --save    what a save or a conversion left unfinished, and with --keep-last N older iterations. Those that hold
               experts for a kept one stay.
     memory    jobs without a process on this node. Where snapshots are left, a restart of the job can continue from
-    them,
-              so they go only with --ended JOB.
+              them, so they go only with --ended JOB.
 
 Never freed are: anything of a running job, which is known by its processes in memory, and elsewhere by something
 written less than --idle ago; the newest state that can be restored, of which every byte is read first, and what is
@@ -55,7 +54,9 @@ Exit codes: 0 done; 1 PLACE cannot be read, or something could not be freed; 2 w
 )  # fmt: skip
 @click.option("--ended", multiple=True, metavar="JOB", help="A job (its id) that will not be resumed. Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option("--rows", type=click.IntRange(min=0), default=40, show_default=True, help="Rows to print; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), metavar="N", default=40, show_default=True, help="Rows to print; 0 for all.",
+)  # fmt: skip
 @click.pass_context
 def gc(
     context: click.Context,

@@ -15,6 +15,9 @@ FAMILIES = (
 )
 """`model_type` of those whose layers have the parts that a shape counts."""
 
+LARGEST_COUNT = 100_000
+"""Of layers, experts or heads of a model."""
+
 _GATED_SHARED = ("qwen2_moe", "qwen3_next")
 _NORMED = ("qwen3", "qwen3_moe", "qwen3_next")
 _BIASED_QKV = ("qwen2", "qwen2_moe")
@@ -44,6 +47,8 @@ def shape_values(values: Mapping[str, Any], place: str) -> dict[str, Any]:
             " fields of ModelShape"
         )
     layers, ffn = config.number("num_hidden_layers"), config.number("intermediate_size")
+    if layers > LARGEST_COUNT:
+        raise UsageError(f"{place}: num_hidden_layers is {layers}, but must be at most {LARGEST_COUNT}")
     found: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": config.number("hidden_size"),
@@ -59,6 +64,10 @@ def shape_values(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     found |= _latent(config) if config.get("kv_lora_rank") else _grouped(config)
     if ahead := config.number("num_nextn_predict_layers", 0):
         found["note"] = f"Layers that predict further tokens ({ahead}) are not modelled: a rank may need more memory."
+    elif family == "qwen3_next":
+        found["note"] = (
+            "Counted with attention in all layers: gated DeltaNet is of about the same size, with fewer scores."
+        )
     if experts := _first(config, "num_experts", "num_local_experts", "n_routed_experts"):
         found |= _experts(config, family, experts, layers, ffn)
     return found
@@ -87,7 +96,9 @@ def _experts(config: Config, family: str, experts: int, layers: int, ffn: int) -
     width = config.number("moe_intermediate_size", ffn)
     shared = config.number("shared_expert_intermediate_size", 0) or config.number("n_shared_experts", 0) * width
     dense, step = config.number("first_k_dense_replace", 0), config.number("decoder_sparse_step", 1) or 1
-    only = set(config.get("mlp_only_layers", ()))
+    only = config.get("mlp_only_layers", [])
+    if not isinstance(only, list) or not all(isinstance(at, int) for at in only):
+        raise UsageError(f"{config.place}: mlp_only_layers is {only!r}, which must be a list of whole numbers")
     pattern = tuple(int(at >= dense and at not in only and (at + 1) % step == 0) for at in range(layers))
     return {
         "num_experts": experts,

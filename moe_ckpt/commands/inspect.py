@@ -45,7 +45,9 @@ UNCHECKED = "Bytes were not checked: moe-ckpt verify {} reads them."
 @click.option(
     "--tensors", is_flag=False, flag_value="*", metavar="[PATTERN]", help="Statistics of the tensors that match a glob."
 )
-@click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Of each table; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), metavar="N", default=20, show_default=True, help="Of each table; 0 for all.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON, all rows, with plain numbers.")
 def inspect(place: str, tensors: str | None, rows: int, as_json: bool) -> None:
     """See `HELP`; the option above each parameter explains it."""

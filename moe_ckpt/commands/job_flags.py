@@ -32,7 +32,7 @@ from ..simulator.inputs import Cluster, GradientOverlap, TokenDispatch, Training
 from ..simulator.systems import SYSTEMS
 from ..simulator.systems.links import SystemSetting
 from .from_job import measured
-from .model_file import load_model
+from .model_file import load_model, require_experts, require_size
 from .values import Duration, Rate
 
 LARGEST = 1_000_000
@@ -96,8 +96,15 @@ class JobFlags:
 
     @property
     def model_note(self) -> tuple[str, ...]:
-        """What its preset, or its `config.json`, leaves out of the model."""
-        return (f"{self.shape.name}: {self.shape.note}",) if self.shape.note else ()
+        """What its preset, or its `config.json`, leaves out of the model, and which flags Megatron lacks."""
+        note = (f"{self.shape.name}: {self.shape.note}",) if self.shape.note else ()
+        layers, stages = self.shape.num_layers, self.topology.pp * self.topology.vpp
+        if layers % stages == 0 or not {*_UNEVEN}.isdisjoint(self.not_modelled):
+            return note
+        return (
+            *note,
+            f"Megatron takes {layers} layers on {stages} pipeline stages only with {_UNEVEN[-1]} or the like.",
+        )
 
     def left_out(self, *taken: str) -> tuple[str, ...]:
         """Sentences that list the flags of the job that have no effect. taken: settings of `config` that have one; of
@@ -161,7 +168,7 @@ class _WholeNumber(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         text = str(value)
-        number = int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 20 else None
+        number = int(text) if re.fullmatch("-?[0-9]{1,18}", text) else None
         if number is None or not self.minimum <= number <= self.maximum:
             self.fail(f"{text} must be a whole number from {self.minimum} to {self.maximum}", param, ctx)
         return number
@@ -207,7 +214,10 @@ def _shared() -> Iterator[Callable[..., Any]]:
     yield click.option(
         "--model", metavar="NAME|FILE", help="A preset or a JSON file with its shape [default: from --num-layers etc.]."
     )
-    yield click.option("--precision", type=click.Choice(list(PRECISIONS)), default="fp16-fp32", show_default=True)
+    yield click.option(
+        "--precision", type=click.Choice(list(PRECISIONS)), default="fp16-fp32", show_default=True,
+        help="Of weights, master weights and moments.",
+    )  # fmt: skip
     for short, long in LAYOUT.items():
         about = "By default the tensor-parallel size." if short == "etp" else "Default 1."
         yield number(f"--{long}", f"--{short}", short, default=None if short == "etp" else 1, help=about)
@@ -277,6 +287,8 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
     except argparse.ArgumentError as error:
         raise UsageError(str(error).replace("argument ", "", 1)) from None
     unused = dict.fromkeys(_unused(left, parser))
+    if given["model"] is not None:
+        unused |= dict.fromkeys(flag for flag in _OF_THE_PRESET if flag[2:].replace("-", "_") in args)
     not_modelled = tuple(flag for flag in unused if flag in _NOT_MODELLED)
     config = from_namespace(MoECheckpointConfig, args, MoECheckpointConfig.PREFIX)
     degrees = {name: given.pop(name) for name in (*LAYOUT, "vpp")}
@@ -296,6 +308,8 @@ def read_flags(given: dict[str, Any], others: list[str]) -> JobFlags:
     memory = cluster.host_memory_bytes * ranks_per_node // cluster.gpus_per_node
     cluster = replace(cluster, host_memory_bytes=memory)
     topology = Topology(world, **degrees, ranks_per_node=ranks_per_node)
+    if shape.num_attention_heads % topology.tp:
+        raise UsageError(f"--tp {topology.tp} does not divide the {shape.num_attention_heads} attention heads")
     frozen = "freeze_experts" in args
     if frozen and not shape.moe_layers:
         raise UsageError(f"--freeze-experts: model {shape.name} has no experts to freeze")
@@ -404,12 +418,17 @@ _MODEL_FLAGS: dict[str, type[Any]] = {
     "--moe-token-dispatcher-type": str,
 }
 
-_NOT_MODELLED = (
+_UNEVEN = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
     "--pipeline-model-parallel-layout",
+)
+"""Flags that lay out layers which stages do not divide."""
+
+_NOT_MODELLED = (
+    *_UNEVEN,
     "--mtp-num-layers",
     "--num-distributed-optimizer-instances",
     "--optimizer",
@@ -426,9 +445,25 @@ _NOT_MODELLED = (
 """Flags that change layers, where they lie, their bytes or their time, and count as if they were not given."""
 
 
+_OF_THE_PRESET = (
+    "--vocab-size",
+    "--max-position-embeddings",
+    "--position-embedding-type",
+    "--make-vocab-size-divisible-by",
+    "--swiglu",
+    "--quick-geglu",
+    "--disable-bias-linear",
+    "--group-query-attention",
+)
+"""Flags of which `--model` says what they would."""
+
+
 def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
     """The model that was named, with what the job's flags say of it; without a name, the one of these flags."""
     given = {field.name: getattr(args, field.name) for field in fields(ModelShape) if field.name in args}
+    sizes = {name: value for name, value in given.items() if type(value) is int}
+    for name, value in sizes.items():
+        require_size(f"--{name.replace('_', '-')}", name, value)
     if model is not None:
         given.pop("max_position_embeddings", None)  # a preset says whether they are learned
         given.pop("vocab_size", None)
@@ -436,10 +471,15 @@ def _shape(model: str | None, args: argparse.Namespace, tp: int) -> ModelShape:
         raise UsageError(f"--{missing[0].replace('_', '-')} is missing: give it, or a model with --model NAME|FILE")
     if "moe_layer_freq" in given:
         given["moe_layer_freq"] = _layer_pattern(given["moe_layer_freq"])
-    if model is not None:
-        return replace(load_model(model), **given)
+    known = load_model(model) if model is not None else None
+    layers, experts = (getattr(known, name, 0) for name in ("num_layers", "num_experts"))
+    require_experts("flags", sizes.get("num_layers", layers), sizes.get("num_experts", experts))
+    if known is not None:
+        return replace(known, **given)
     # Megatron's own defaults, where a flag says the contrary.
     divisible = getattr(args, "make_vocab_size_divisible_by", 128) * tp
+    if divisible < 1:
+        raise UsageError(f"--make-vocab-size-divisible-by is {divisible // tp}, but must be at least 1")
     given |= {
         "vocab_size": -(-given["vocab_size"] // divisible) * divisible,
         "ffn_hidden_size": given.get("ffn_hidden_size", ffn_width(given["hidden_size"], swiglu="swiglu" in args)),
@@ -459,7 +499,7 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 def _layer_pattern(text: str) -> int | tuple[int, ...]:
     """Megatron's `--moe-layer-freq`: a number, or lists of 0 and 1, added and multiplied, such as ([0]*3+[1]*1)*12."""
-    if text.isdigit():
+    if re.fullmatch("[0-9]{1,6}", text):
         return int(text)
     pattern: list[int] = []
     bare = text.replace(" ", "")

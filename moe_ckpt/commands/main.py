@@ -102,6 +102,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as where a shell has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")  # of an encoding that lacks a character
     try:
         _take_secret()
         code = commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0

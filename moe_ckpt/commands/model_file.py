@@ -13,10 +13,9 @@ from megatron.core.dist_checkpointing.moe.types import ModelShape
 
 from ..simulator.clusters import read_object
 from ..simulator.models import PRESETS, preset
-from .hf_model import is_hf_config, shape_values
+from .hf_model import LARGEST_COUNT, is_hf_config, shape_values
 
 LARGEST_SIZE = 2**31 - 1
-LARGEST_COUNT = 100_000
 LARGEST_OPERATOR_COUNT = 1_000_000
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelShape)}
@@ -63,12 +62,7 @@ def _read(path: Path) -> ModelShape:
             checked[field.name] = _checked(file, field, values[field.name])
         elif field.default is dataclasses.MISSING:
             raise UsageError(f"{file}: {field.name} is missing; it must be {_allowed(field)}")
-    layers, experts = checked["num_layers"], checked.get("num_experts", 0)
-    if layers * experts > LARGEST_OPERATOR_COUNT:
-        raise UsageError(
-            f"{file}: num_layers {layers} x num_experts {experts} make {layers * experts} experts, but there must be at"
-            f" most {LARGEST_OPERATOR_COUNT}"
-        )
+    require_experts(file, checked["num_layers"], checked.get("num_experts", 0))
     # ModelShape speaks of the model by its name: until it has agreed, that is the file, which the user can look for.
     shape = ModelShape(**checked | {"name": file.removeprefix("model ")})
     return dataclasses.replace(shape, name=checked["name"])
@@ -97,6 +91,34 @@ def _checked(file: str, field: dataclasses.Field[Any], value: Any) -> Any:
     if not fits:
         raise UsageError(f"{file}: {field.name} is {_quoted(value)}, but must be {_allowed(field)}")
     return value
+
+
+def require_size(what: str, name: str, value: int) -> None:
+    """Raises UsageError for a number that this field of a model cannot be.
+
+    Args:
+        what: Name of the value in the error.
+        name: The field of ModelShape.
+        value: The number.
+    """
+    low, high = _range(name)
+    if not low <= value <= high:
+        raise UsageError(f"{what} is {_quoted(value)}, but must be {_allowed(_FIELDS[name])}")
+
+
+def require_experts(place: str, layers: int, experts: int) -> None:
+    """Raises UsageError for more experts than anything here can list.
+
+    Args:
+        place: Where the numbers are from, in the error.
+        layers: Number of layers.
+        experts: Experts of each.
+    """
+    if layers * experts > LARGEST_OPERATOR_COUNT:
+        raise UsageError(
+            f"{place}: num_layers {layers} x num_experts {experts} make {layers * experts} experts, but there must be"
+            f" at most {LARGEST_OPERATOR_COUNT}"
+        )
 
 
 def _range(name: str) -> tuple[int, int]:

@@ -45,6 +45,8 @@ Give the flags of the job, as they are: those of Megatron-LM that say what the m
 The strategy runs as in the job, from iteration 1 until it has settled. Bytes are those of one rank with the distributed
 optimizer. Lost ranks lose their process, lost nodes their memory as well; without either, the first node is lost, at
 the worst moment. What does not fit is listed with the way out.
+
+Exit codes: 0 printed; 1 a file cannot be read; 2 wrong usage.
 """
 
 

@@ -39,7 +39,9 @@ Exit codes: 0 done; 1 a file cannot be read or has no line of a job; 2 wrong usa
     help="The page; not with --watch.",
 )  # fmt: skip
 @click.option("--watch", is_flag=True, help="Serve the page on localhost until Ctrl-C; it renews itself.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="With --watch; 0: any.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N", help="With --watch; 0: any.",
+)  # fmt: skip
 @click.option(
     "--every", "every_s", type=Duration(), default="5s", show_default=True, metavar="TIME",
     help="With --watch: how often it renews itself.",
@@ -60,6 +62,7 @@ def report(paths: tuple[Path, ...], out: Path, watch: bool, port: int, every_s: 
         show(figures_of(read_runs(paths)), as_json=True)
         return
     _check_output(out)
+    out = Path(os.path.realpath(out))
     page = render(read_runs(paths), time.time())
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -74,7 +77,8 @@ def report(paths: tuple[Path, ...], out: Path, watch: bool, port: int, every_s: 
 
 def _check_output(out: Path) -> None:
     """Before anything is read, which may take a while. Raises UsageError where --out cannot be written."""
-    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+    is_other = os.path.lexists(out) and not os.path.isfile(out)  # such as /dev/null, which the page would replace
+    if is_other or not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
         raise UsageError(f"--out {out} cannot be written: give a file in a folder that exists and may be written to")
 
 

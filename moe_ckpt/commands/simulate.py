@@ -33,6 +33,8 @@ like), or as a CSV file says (`--trace`, with the columns at_s and nodes).
 \b
     $ moe-ckpt simulate run --model DeepSeek-MoE --pp 12 --ep 8 --world-size 96 --micro-batch-size 4 \\
           --mtbf 1h --mtbf 10m
+
+Exit codes: 0 printed; 1 a file cannot be read; 2 wrong usage.
 """
 
 Scenarios = dict[float, tuple[tuple[Fault, ...], ...]]
@@ -157,6 +159,8 @@ def constants(as_json: bool) -> None:
 
     \b
     $ moe-ckpt simulate constants
+
+    Exit codes: 0 printed; 2 wrong usage.
     """
     found = tuple(sourced())
     kinds = {kind: sum(one.kind == kind for one in found) for kind in ("published", "measured", "fitted", "assumed")}

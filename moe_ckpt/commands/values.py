@@ -1,15 +1,25 @@
-"""What options take: times and rates with their units."""
+"""What options and arguments take: times and rates with their units, and places."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import click
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
+
 _UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_GB_PER_S = {"": 1.0, "MB/s": 1e-3, "GB/s": 1.0, "Gb/s": 1 / 8, "Gbps": 1 / 8, "Gbit/s": 1 / 8, "TB/s": 1e3}
 _NUMBER = r"(\d{1,9}(?:\.\d{1,20})?) ?"
+
+
+def require_place(place: Path) -> None:
+    """Raises UsageError where nothing has this name."""
+    if not os.path.lexists(place):
+        raise UsageError(f"{place} does not exist; check the path")
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]

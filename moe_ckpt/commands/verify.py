@@ -37,7 +37,10 @@ USABLE = 3
 @click.command(help=HELP)
 @click.argument("place")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option("--rows", type=click.IntRange(min=0), default=20, show_default=True, help="Rows of a table; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), metavar="N", default=20, show_default=True,
+    help="Rows of a table; 0 for all.",
+)  # fmt: skip
 @click.pass_context
 def verify(context: click.Context, place: str, as_json: bool, rows: int) -> None:
     """See `HELP`; the option above each parameter explains it."""

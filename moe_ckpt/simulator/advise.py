@@ -104,7 +104,7 @@ def reasons(question: Question, choices: Sequence[Choice], chosen: Choice | None
         chosen: The recommended one of `choices`; None: none can be used.
     """
     if chosen is None:
-        yield "No system can be used: give checkpoints more host memory, or train on more nodes."
+        yield _none_usable(choices)
     else:
         yield _what(question, chosen)
         yield _cost(question, chosen)
@@ -125,7 +125,7 @@ def explanation(question: Question, choices: Sequence[Choice], chosen: Choice | 
         chosen: The recommended one of `choices`; None: none can be used.
     """
     if chosen is None:
-        yield "No system can be used: give checkpoints more host memory, or train on more nodes."
+        yield _none_usable(choices)
         return
     yield _what(question, chosen)
     parts = chosen.parts_s
@@ -136,6 +136,13 @@ def explanation(question: Question, choices: Sequence[Choice], chosen: Choice | 
     )
     usable = [choice for choice in choices if not choice.refused and choice is not chosen]
     yield next((_beside(chosen, other) for other in _nearest(usable, chosen)), "Nothing else can be used here.")
+
+
+def _none_usable(choices: Sequence[Choice]) -> str:
+    """Systems that cannot run the job at all are no choices: what those lack is said elsewhere."""
+    if choices:
+        return "No system can be used: give checkpoints more host memory, or train on more nodes."
+    return "No system can be used: none of those that were asked for can run this job; leave out --system."
 
 
 def described(choice: Choice) -> str:

@@ -85,6 +85,17 @@ def test_too_few_iterations_are_refused(tmp_path: Path) -> None:
         measured(metrics(tmp_path, 3))
 
 
+def test_iterations_that_no_job_has_are_left_out_and_what_a_line_lacks_counts_as_none(tmp_path: Path) -> None:
+    path = metrics(tmp_path, 12)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[2]["replicated_bytes"]
+    rows[4]["iteration_time_s"], rows[5]["stall_s"], rows[6]["iteration_time_s"] = -3.0, 9.0, 0.0
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = measured(path)
+    assert found.iteration_s == pytest.approx(1.6)
+    assert found.replicas == pytest.approx(3 * 7 / 8)
+
+
 def test_flags_come_first_and_the_driver_takes_them() -> None:
     data = json.loads(run("--mtbf", "30m").stdout)
     assert list(data)[1] == "flags"
@@ -126,6 +137,13 @@ def test_systems_that_cannot_run_a_dense_model_are_named_beside_those_that_can()
     assert [name for name in ("moc", "moetion") if any(name in note for note in said)] == ["moc", "moetion"]
     asked = CliRunner().invoke(simulate, [*words, "--system", "moc"]).exception
     assert isinstance(asked, UsageError)
+
+
+def test_of_systems_that_cannot_run_the_job_nobody_is_told_to_add_memory() -> None:
+    words = ("--model", "Llama-3-8B", "--tp", "8", "--mtbf", "12h", "--seeds", "1", "--system", "moc")
+    said = CliRunner().invoke(advise, words).stdout
+    assert "No system can be used: none of those that were asked for can run this job; leave out --system." in said
+    assert "memory, or train on more nodes" not in said
 
 
 def test_a_trace_that_names_a_node_which_the_job_has_not_is_refused_with_its_line(tmp_path: Path) -> None:

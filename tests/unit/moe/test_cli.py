@@ -71,6 +71,13 @@ def test_an_unreadable_checkpoint_is_one_line_and_exit_code_1(output, tmp_path: 
     assert err == f"moe-ckpt: {tmp_path} is empty; give an iter_XXXXXXX or a --save directory\n"
 
 
+@pytest.mark.parametrize("command", [("digest",), ("convert", "--to", "hf"), ("inspect",), ("verify",)])
+def test_a_place_that_does_not_exist_is_wrong_usage(output, command: tuple[str, ...], tmp_path: Path) -> None:
+    out = ("out",) if command[0] == "convert" else ()
+    code, _, err = output(*command, tmp_path / "nowhere", *out)
+    assert (code, err) == (2, f"moe-ckpt: {tmp_path / 'nowhere'} does not exist; check the path\n")
+
+
 @pytest.mark.parametrize("arguments", [("digest",), ("digets", "."), ("digest", ".", "--jsn")])
 def test_wrong_usage_is_exit_code_2(output, arguments: tuple[str, ...]) -> None:
     code, out, err = output(*arguments)

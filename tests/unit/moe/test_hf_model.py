@@ -75,6 +75,21 @@ def test_a_family_that_is_not_known_is_refused_with_those_that_are(tmp_path: Pat
         loaded(tmp_path, CONFIGS["Llama-3-70B"] | {"model_type": "mamba"})
 
 
+@pytest.mark.parametrize("layers", [3, [[1]], "abc"])
+def test_dense_layers_that_are_no_list_of_numbers_are_named(layers: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json: mlp_only_layers is .*, which must be a list of whole numbers"):
+        loaded(tmp_path, CONFIGS["Qwen3-235B-A22B"] | {"mlp_only_layers": layers})
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="num_hidden_layers is 3000000000, but must be at most 100000"):
+        loaded(tmp_path, CONFIGS["Qwen3-235B-A22B"] | {"num_hidden_layers": 3_000_000_000})
+
+
+def test_layers_of_another_attention_are_said_to_be_counted_as_usual_ones(tmp_path: Path) -> None:
+    assert "gated DeltaNet" in loaded(tmp_path, CONFIGS["Qwen3-235B-A22B"] | {"model_type": "qwen3_next"}).note
+
+
 def test_a_size_that_is_no_number_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json: hidden_size is 'wide'"):
         loaded(tmp_path, CONFIGS["Llama-3-70B"] | {"hidden_size": "wide"})

@@ -129,6 +129,40 @@ def test_flags_and_layers_that_a_plan_ignores_are_not_said_to_change_nothing(fac
     assert "DeepSeek-V3-671B: Without the multi-token-prediction module." in named
 
 
+def test_flags_of_which_a_named_model_says_the_same_are_said_to_change_nothing(facts: Facts) -> None:
+    given = ("--vocab-size", "1000", "--swiglu", "--position-embedding-type", "rope")
+    notes = facts("--model", "GPT-350M-16E", "--ep", "8", *given)["notes"]
+    assert notes[-1] == "Change nothing here: --vocab-size, --position-embedding-type, --swiglu."
+
+
+def test_layers_that_stages_do_not_divide_take_a_flag_of_megatron(facts: Facts) -> None:
+    uneven = "Megatron takes 4 layers on 3 pipeline stages only with --pipeline-model-parallel-layout or the like."
+    assert uneven in facts(*FLAGS, "--pp", "3", "--global-batch-size", "768")["notes"]
+    given = ("--decoder-last-pipeline-num-layers", "1")
+    assert uneven not in facts(*FLAGS, "--pp", "3", "--global-batch-size", "768", *given)["notes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--model", "GPT-350M-16E", "--tp=--5"), "--5 must be a whole number"),
+        (("--model", "GPT-350M-16E", "--moe-layer-freq", "²"), "invalid --moe-layer-freq ²"),
+        (("--model", "GPT-350M-16E", "--moe-layer-freq", "9" * 5000), "invalid --moe-layer-freq 999"),
+        (("--model", "GPT-350M-16E", "--num-experts", "1000000000"), "--num-experts is 1000000000, but must be"),
+        (("--model", "GPT-350M-16E", "--num-experts", "99999"), "x num_experts 99999 make"),
+        (("--model", "GPT-350M-16E", "--tp", "3"), "--tp 3 does not divide the 16 attention heads"),
+        ((*FLAGS, "--num-layers", "1000000000"), "--num-layers is 1000000000, but must be an integer from 1 to"),
+        ((*FLAGS, "--hidden-size", "1" + "0" * 400, "--swiglu"), "--hidden-size is 1000"),
+        ((*FLAGS, "--make-vocab-size-divisible-by", "0"), "--make-vocab-size-divisible-by is 0, but must be at least"),
+        ((*FLAGS, "--make-vocab-size-divisible-by", "-5"), "--make-vocab-size-divisible-by is -5, but must be at"),
+    ],
+)
+def test_a_number_that_no_model_has_is_refused_in_one_line(given: tuple[str, ...], says: str, run: Run) -> None:
+    code, out, err = run(*given)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
 def test_settings_that_change_no_seconds_of_a_plan_are_named(facts: Facts) -> None:
     ranks = ("--world-size", "16", "--ranks-per-node", "8", "--moe-ckpt-strategy", "full")
     notes = facts(*SMALL, *ranks, "--moe-ckpt-replicate", "gradients")["notes"]

@@ -218,6 +218,14 @@ def test_the_command_writes_the_page_and_says_how_large_it_is(metrics: Path, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "page.html"]
 
 
+def test_a_page_behind_a_link_is_renewed_where_it_is(metrics: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("old.html")
+    assert moe_ckpt("report", metrics, "--out", tmp_path / "link.html").exit_code == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "old.html").read_text().startswith("<!doctype html>")
+
+
 def test_half_a_surrogate_pair_in_a_log_costs_that_character(tmp_path: Path) -> None:
     path = written(tmp_path / "metrics.jsonl", start(0.0, job="a\ud800b"), iteration(1, 1.0))
     assert moe_ckpt("report", path, "--out", tmp_path / "page.html").exit_code == 0
@@ -226,7 +234,8 @@ def test_half_a_surrogate_pair_in_a_log_costs_that_character(tmp_path: Path) -> 
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    for out in (tmp_path, tmp_path / "none" / "page.html"):
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path, tmp_path / "none" / "page.html", tmp_path / "pipe", Path("/dev/null")):
         result = moe_ckpt("report", tmp_path / "not-there.jsonl", "--out", out)
         assert "cannot be written" in str(result.exception)
 
