@@ -114,7 +114,7 @@ class RemoteRecords:
 
     def close(self) -> None:
         """Ask no more."""
-        with suppress(OSError):  # told to the other side even where a forked child has the socket, too
+        with suppress(OSError):  # reaches the other side also where a forked child has the socket
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

@@ -156,7 +156,7 @@ def _mode(mode: int) -> str:
 
 
 def default_memory_folder() -> Path:
-    """That of jobs which are told no other: one for each user, by number where a container does not know the name."""
+    """Without --moe-ckpt-memory-dir: one for each user, by number where a container does not know the name."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):
