@@ -245,6 +245,8 @@ def test_a_model_on_several_stages_is_refused_before_its_layers_have_numbers() -
         ("mixer.in_proj.weight", True),
         ("mixer.conv1d.bias", True),
         ("mixer.conv1d_weight", True),
+        ("self_attention.linear_qkv_down_proj.weight", True),
+        ("self_attention.linear_qkv_down_proj.layer_norm_weight", False),
         ("mixer.A_log", False),
         ("linear_qkv.weight", False),
     ],

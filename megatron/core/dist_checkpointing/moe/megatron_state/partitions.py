@@ -24,8 +24,9 @@ from .operators import SINKS, GlobalName, StateTensor, is_constant, is_partition
 from .quantization import multiplies_in_four_bits
 
 _GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
-# Of Mamba and gated delta-net: a rank has its part of queries or gates, then of keys, and so on, of unequal sizes.
-_FUSED = re.compile(r".*\.(?:in_proj|conv1d)[._](?:weight|bias)")
+# Of Mamba, gated delta-net and MLA with --mla-down-proj-fusion: a rank has its part of queries or gates, then of keys,
+# and so on, of unequal sizes.
+_FUSED = re.compile(r".*\.(?:in_proj|conv1d|linear_qkv_down_proj)[._](?:weight|bias)")
 _GATED_SHARED = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.bias")
 # First layers in which blocks of gates and of values alternate: a part of their names, and the settings that say so.
 _INTERLEAVING = {
