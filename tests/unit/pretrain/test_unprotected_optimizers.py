@@ -176,6 +176,9 @@ def test_scales_of_operations_that_transformer_engine_fuses_are_refused_and_so_a
     config = unwrap_model(chunk).config
     config.use_transformer_engine_op_fuser = True
     assert "operations that Transformer Engine fuses" in unfreezable_settings(config)
+    config.use_transformer_engine_op_fuser, config.use_grouped_gemm_for_shared_expert = False, True
+    assert "operations that Transformer Engine fuses" in unfreezable_settings(config)
+    config.use_transformer_engine_op_fuser = True
     config.fp8, config.fp8_recipe = "hybrid", "delayed"
     with pytest.raises(UsageError, match="with operations that Transformer Engine fuses with delayed scaling: use"):
         state_tensors(chunks, wrapped(torch.optim.AdamW(chunk.parameters())), read_topology(8))

@@ -167,7 +167,8 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         "layers whose activations Transformer Engine offloads": config.cpu_offloading,
         "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
         # They are made once, and take all weights of a layer's experts for frozen or none.
-        "operations that Transformer Engine fuses": getattr(config, "use_transformer_engine_op_fuser", False),
+        "operations that Transformer Engine fuses": getattr(config, "use_transformer_engine_op_fuser", False)
+        or getattr(config, "use_grouped_gemm_for_shared_expert", False),
         # Gradients are rounded by random numbers, of which a frozen operator draws none.
         "products in four bits": multiplies_in_four_bits(config),
     }
