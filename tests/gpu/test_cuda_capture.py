@@ -12,6 +12,7 @@ import torch
 from gpu_place import DEVICE, copy_engine, needs_cuda, needs_device, sized
 from no_trainer import NoTrainer
 
+from megatron.core.dist_checkpointing.moe.device import own_stream
 from megatron.core.dist_checkpointing.moe.megatron_state.operators import GlobalName, Shard, StateTensor
 from megatron.core.dist_checkpointing.moe.megatron_state.restore import LiveRestorer
 from megatron.core.dist_checkpointing.moe.ports import Facts, SnapshotId
@@ -99,6 +100,14 @@ def test_snapshots_have_the_state_when_begun_and_restore_it(
                 assert torch.equal(one.tensor.cpu(), value), one.field
             store.free(SnapshotId(iteration, 0))
     assert not [record for record in caplog.records if "page-lock" in record.message]
+
+
+@needs_cuda("streams were")
+def test_streams_of_copies_are_none_of_those_that_torch_hands_out() -> None:
+    own = {name: own_stream(name).cuda_stream for name in ("test-copy", "test-send")}
+    assert own["test-copy"] != own["test-send"]
+    assert own_stream("test-copy").cuda_stream == own["test-copy"]
+    assert {torch.cuda.Stream().cuda_stream for _ in range(64)}.isdisjoint(own.values())
 
 
 @needs_cuda("a host that goes ahead of the device was")

@@ -121,6 +121,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         fake.calls.append(f"{source.numel()} bytes on {fake.current[-1].name}")
         return copy(target, source)
 
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.device._runtime", lambda version: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: FakeStream(fake, next(fake.names), priority))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(fake, next(fake.events)))
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
@@ -361,7 +362,7 @@ def test_what_is_locked_is_found_so_while_another_piece_is_locked(device: Device
 
 def test_engines_of_one_process_share_what_is_locked(device: Device, engine: StreamEngine, locks: PageLocks) -> None:
     device.names, device.events = iter(("copy", "send")), iter(("ready", "begun", "measured", "copied", "reached"))
-    other, whole = StreamEngine(locks), segment()
+    other, whole = StreamEngine(locks, "other"), segment()
     for one in (engine, other):
         one.begin([job(whole, 1)])
         one.wait(WAIT_S)

@@ -7,6 +7,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -41,11 +42,42 @@ def ignore_captures() -> None:
     Layers are captured in CUDA's global mode (Transformer Engine; backward passes in Megatron-Core 0.19): a query of an
     event or a page-lock by any thread then fails, and ends the capture. It does neither in a thread of this mode.
     """
-    if torch.version.cuda is None:
-        return
-    with contextlib.suppress(OSError):  # linked into torch
-        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # the one that torch has loaded
+    if (runtime := _runtime(torch.version.cuda)) is not None:
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@cache
+def _runtime(version: str | None) -> ctypes.CDLL | None:
+    """CUDA's, which torch has loaded."""
+    if version is not None:
+        with contextlib.suppress(OSError):  # linked into torch
+            return ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}")
+    return None
+
+
+LOWEST = 0
+"""The lowest priority of CUDA's streams, and that of streams that ask for none."""
+_NON_BLOCKING = 1  # cudaStreamNonBlocking
+_streams: dict[tuple[str, int], torch.cuda.Stream] = {}
+
+
+def own_stream(name: str) -> torch.cuda.Stream:
+    """A stream of the current device that nobody else gets, the same one for each call with this name.
+
+    torch hands out 32 streams in turn, also to communicators of NCCL and to captures of graphs: what is copied on one
+    of these waits for them, or becomes a part of the graph, to be copied again at each of its launches.
+
+    Args:
+        name: What it is for.
+    """
+    key = name, torch.cuda.current_device()
+    if key not in _streams:
+        runtime, handle = _runtime(torch.version.cuda), ctypes.c_void_p()
+        asked = ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(LOWEST)
+        if runtime is None or runtime.cudaStreamCreateWithPriority(*asked):
+            return torch.cuda.Stream(priority=LOWEST)
+        _streams[key] = torch.cuda.ExternalStream(handle.value)
+    return _streams[key]
 
 
 _POLL_S = 0.0005

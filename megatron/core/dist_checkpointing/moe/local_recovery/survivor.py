@@ -177,7 +177,7 @@ class Survivor:
         self.communicator = BoundaryCommunicator(group, passes.config)
         self.communicator.connect()  # while all ranks are here: a replay may be the first to send, without some of them
         self._on_device = any(state.tensor.is_cuda for state in live.tensors)
-        engine = ThreadEngine("boundary-copy") if live.locks is None else StreamEngine(live.locks)
+        engine = ThreadEngine("boundary-copy") if live.locks is None else StreamEngine(live.locks, "boundary-copy")
         self._recorder = BoundaryRecorder(engine)
         self.communicator.sink = self._recorder
         self._guard, self._lane = StepGuard(live.optimizer), ThreadExecutor("logs")

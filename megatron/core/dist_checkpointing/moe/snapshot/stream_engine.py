@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device import ignore_captures
+from ..device import ignore_captures, own_stream
 from ..ports import Pace
 from .copy_engines import (
     CHUNK_BYTES,
@@ -44,8 +44,6 @@ from .page_locks import PageLocks
 
 _POLL_S = 0.0005
 _CLOSE_S = 60.0
-_LOWEST = 0
-"""The lowest priority of CUDA's streams, and that of streams that ask for none."""
 _MEASURED_BYTES = 8 * CHUNK_BYTES
 """So much of a round is copied without pauses: that tells how fast the link is."""
 
@@ -66,10 +64,11 @@ class StreamEngine(CopyEngine):
 
     Args:
         locks: Shared with other engines that copy to the same segments.
+        name: Of its streams, which no other engine has at the same time.
     """
 
-    def __init__(self, locks: PageLocks | None = None) -> None:
-        self._copy_stream, self._send_stream = (torch.cuda.Stream(priority=_LOWEST) for _ in range(2))
+    def __init__(self, locks: PageLocks | None = None, name: str = "snapshot") -> None:
+        self._copy_stream, self._send_stream = (own_stream(f"{name}-{use}") for use in ("copy", "send"))
         self._ready, self._begun, self._measured, self._copied = (
             torch.cuda.Event(enable_timing=True) for _ in range(4)
         )

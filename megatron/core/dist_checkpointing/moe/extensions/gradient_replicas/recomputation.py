@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ...device import own_stream
 from ...errors import UnreadableCheckpoint
 from ...megatron_state.optimizer_state import MASTER_OF_FUSED
 from ...ports import Manifest, MappedReader, Record, RecordedStep, SteppedShard
@@ -216,8 +217,9 @@ def _take_fused(settings: Mapping[str, Any], stepped: Stepped) -> None:
         adam_w_mode=settings["adam_w_mode"], master_weights=weights is not None, use_decoupled_grad=decoupled,
     )  # fmt: skip
     (group,) = fused.param_groups
-    # Not training's stream: neither waits for the other. What is copied from and to it waits in this thread.
-    with torch.cuda.stream(torch.cuda.Stream()):
+    # Not training's stream: neither waits for the other. What is copied from and to it waits in this thread. Always the
+    # same one: the allocator keeps what was given up for the stream that had it.
+    with torch.cuda.stream(own_stream("replica-step")):
         for state, gradient in stepped:
             on_device = {field: one.to("cuda", copy=True) for field, one in state.items()}
             master = on_device.pop(MASTER)
