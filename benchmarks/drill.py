@@ -1,10 +1,11 @@
 """Drills: the same random kills strike `full` and stock checkpoints, and behind a slow link `sparse` and `full`.
 
 Each drill has kills of its own, ranks and nodes, at exponentially distributed times, and its jobs get the same ones at
-the same times. Stock checkpoints are asynchronous, at the interval that is best under these kills, and the job has
-standbys for all ranks. Behind a link that carries half of a rank's state in an iteration (`slow_links.py`) `full` has
-the interval that is best by what that page measured. A job that is examined must end as without faults, to the last
-bit. One is said to be ahead where the 95 % interval of the difference, over drills, leaves 0 out.
+the same times. Stock checkpoints are synchronous, at the interval that is best under these kills, and the job has
+standbys for all ranks: Megatron-LM 0.19 saves asynchronously only by a worker that needs a GPU. Behind a link that
+carries half of a rank's state in an iteration (`slow_links.py`) `full` has the interval that is best by what that page
+measured. A job that is examined must end as without faults, to the last bit. One is said to be ahead where the 95 %
+interval of the difference, over drills, leaves 0 out.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _link() -> dict[str, Any]:
     snapshot there by what that page measured."""
     known, (nbytes, base_s) = json.loads(slow_links.BENCHMARK.data.read_text()), slow_links.unlimited()
     rounds = known["links"][f"{RATIO:g}"]
-    snapshot = max(0.0, statistics.fmean(slow_links.costs(rounds, "full", known["interval"])))
+    snapshot = statistics.fmean(slow_links.snapshot_cost(one, known["interval"]) for one in rounds)
     restart = statistics.median(slow_links.restarts(rounds))
     interval = slow_links.best_full(snapshot, restart, MTBF_ITERATIONS)[1]
     rate = nbytes / (RATIO * base_s)
@@ -161,9 +162,10 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         *_table(result["stock"], OURS),
         "",
-        f"Stock is `torch_dist`, asynchronous, every {intervals} iterations, the best for these kills, with as many"
-        f" standbys. By ETTR ahead: {_ahead(_gains(result['stock'], *OURS))}. A rank's state has 1 MB, which storage"
-        " takes in no time and keeps through lost nodes: what `full` saves with larger ones is not in this.",
+        f"Stock is `torch_dist`, synchronous, every {intervals} iterations, the best for these kills, with as many"
+        " standbys; Megatron-LM 0.19 saves asynchronously only by a worker that needs a GPU. By ETTR ahead:"
+        f" {_ahead(_gains(result['stock'], *OURS))}. A rank's state has 1 MB, which storage takes in no time and keeps"
+        " through lost nodes: what `full` saves with larger ones is not in this.",
     ]
     if not result["slow_link"]:
         return lines

@@ -133,23 +133,36 @@ def lost(rounds: Sequence[dict[str, Any]], name: str, key: str) -> list[float]:
     return [fault[key] / found["none"]["iteration_s"] for found in rounds for fault in found[name]["faults"]]
 
 
-def best_full(snapshot: float, restart: float, mtbf: float) -> tuple[float, int]:
+def snapshot_cost(one: Mapping[str, Any], interval: int) -> float:
+    """What a snapshot of `full` costs in a round, in iterations of training. At least what an iteration with `sparse`
+    does where that copies all of the state in each, the same bytes: of costs near 0 the least is mostly noise."""
+    same = costs([one], "sparse") if one["sparse"]["window"] == 1 else []
+    return max(0.0, *costs([one], "full", interval), *same)
+
+
+def best_full(snapshot: float, restart: float, mtbf: float, cold: float = 0.0) -> tuple[float, int]:
     """The highest ETTR of `full` and its interval, all in iterations. A fault loses half of the interval, and what was
-    trained until the newest snapshot could be used: at any interval half of an iteration is the one that is cut off."""
-    choices = ((ettr(snapshot / n, restart + n / 2 + USABLE_AFTER, mtbf), n) for n in range(1, MOST_INTERVAL + 1))
-    return max(choices)
+    trained until the newest snapshot could be used: at any interval half of an iteration is the one that is cut off.
+    cold: as of `cold_start`."""
+    lost_each = (restart + cold + n / 2 + USABLE_AFTER for n in range(1, MOST_INTERVAL + 1))
+    return max((ettr(snapshot / n, each, mtbf), n) for n, each in enumerate(lost_each, start=1))
+
+
+def cold_start(one: Mapping[str, Any], name: str) -> float:
+    """By how much what a fault of a round makes run again takes longer than as much training, in iterations: the first
+    iterations of a process are slow, however many follow; replays may be quicker."""
+    found, base_s = one[name]["faults"], one["none"]["iteration_s"]
+    return statistics.mean(fault["again_s"] / base_s - fault["again"] for fault in found) if found else 0.0
 
 
 def again_on_average(one: Mapping[str, Any]) -> float:
     """What `sparse` loses in a fault, in iterations of training, over all phases of a window; those of a round's faults
     are few. It runs again the window, and what came after: 1 to W iterations, as a window can be used an iteration
     after its end. Half of an iteration is the one that is cut off."""
-    found, base_s = one["sparse"], one["none"]["iteration_s"]
-    again = [fault["again"] for fault in found["faults"]]
-    each = sum(fault["again_s"] for fault in found["faults"]) / base_s / sum(again) if sum(again) else 1.0
+    found = one["sparse"]
     # At least W - 1 iterations were run again.
-    window = min([found["window"], *(count + 1 for count in again)])
-    return (1.5 * window - 0.5) * each + 0.5
+    window = min([found["window"], *(fault["again"] + 1 for fault in found["faults"])])
+    return 1.5 * window + cold_start(one, "sparse")
 
 
 def ettr(overhead: float, lost_each: float, mtbf: float) -> float:
@@ -169,9 +182,8 @@ def gains(rounds: Sequence[dict[str, Any]], interval: int, restart: float, mtbf:
     """
     found = []
     for one in rounds:
-        snapshot, overhead = costs([one], "full", interval)[0], costs([one], "sparse")[0]
-        sparse = ettr(overhead, restart + again_on_average(one), mtbf)
-        found.append(sparse - best_full(max(0.0, snapshot), restart, mtbf)[0])
+        sparse = ettr(costs([one], "sparse")[0], restart + again_on_average(one), mtbf)
+        found.append(sparse - best_full(snapshot_cost(one, interval), restart, mtbf, cold_start(one, "full"))[0])
     return found
 
 
@@ -204,26 +216,31 @@ def page(result: dict[str, Any]) -> list[str]:
         "",
         "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what a fault costs, in"
         " iterations, without the restart, which both have alike. Two phases are measured, all are counted: of `full`"
-        f" half of its interval, and {USABLE_AFTER} until a snapshot can be used; of `sparse` (3 W - 1) / 2 replays at"
-        " the measured time of one, and half of the iteration that is cut off. A window that has grown behind a fault"
-        " counts as no longer than what was run again allows.",
+        f" half of its interval, and {USABLE_AFTER} until a snapshot can be used; of `sparse` (3 W - 1) / 2 iterations,"
+        " and half of the one that is cut off. On top comes the cold start, of both as measured: by how much what ran"
+        " again took longer than as much training. A window that has grown behind a fault counts as no longer than what"
+        " was run again allows.",
         "",
-        row("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "a fault, `sparse`", "restart"),
-        rule(6, 1),
+        row(
+            *("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "a fault, `sparse`"),
+            *("cold start, `full`", "restart"),
+        ),
+        rule(7, 1),
     ]  # fmt: skip
     table = [row("ratio", *(f"MTBF {mtbf:,}: `sparse`" + " / `full` (interval)" for mtbf in MTBFS)), rule(4, 1)]
     apart = [row("ratio", *(f"MTBF {mtbf:,}" for mtbf in MTBFS)), rule(4, 1)]
     ahead: dict[int, dict[str, list[str]]] = {mtbf: {"`sparse`": [], "`full`": [], "neither": []} for mtbf in MTBFS}
     for ratio, rounds in result["links"].items():
-        snapshots, overheads = costs(rounds, "full", result["interval"]), costs(rounds, "sparse")
-        again, restart = [again_on_average(one) for one in rounds], restarts(rounds)
-        window = ends(one["sparse"]["window"] for one in rounds)
-        lines.append(row(ratio, window, *(spread(each, 2) for each in (snapshots, overheads, again, restart))))
+        overheads, again, restart = costs(rounds, "sparse"), [again_on_average(one) for one in rounds], restarts(rounds)
+        window, cold = ends(one["sparse"]["window"] for one in rounds), [cold_start(one, "full") for one in rounds]
+        measured_each = costs(rounds, "full", result["interval"]), overheads, again, cold, restart
+        lines.append(row(ratio, window, *(spread(each, 2) for each in measured_each)))
+        snapshots = [snapshot_cost(one, result["interval"]) for one in rounds]
         snapshot, overhead, base = (statistics.median(each) for each in (snapshots, overheads, restart))
         cells, differences = [], []
         for mtbf in MTBFS:
             sparse = ettr(overhead, base + statistics.median(again), mtbf)
-            full, interval = best_full(max(0.0, snapshot), base, mtbf)
+            full, interval = best_full(snapshot, base, mtbf, statistics.median(cold))
             cells.append(f"{sparse:.3f} / {full:.3f} ({interval})")
             gain = Estimate(**result["gains"][ratio][str(mtbf)])
             which = ("`sparse`" if gain.mean > 0 else "`full`") if gain.is_beyond() else "neither"
@@ -235,8 +252,9 @@ def page(result: dict[str, Any]) -> list[str]:
     count = len(next(iter(result["links"].values())))
     lines += [
         f"`sparse` less `full`, each of {count} rounds by its own costs and the median restart, mean and half"
-        " of its 95 % interval. A cost below zero, which is noise, counts as none. The interval of `full` is the"
-        " best for its costs, while `sparse` snapshots in each iteration, all of the state with windows of 1:",
+        " of its 95 % interval. A cost below zero, which is noise, counts as none, and a snapshot of `full` costs at"
+        " least what an iteration with `sparse` does where that has a window of 1: all of the state. The interval of"
+        " `full` is the best for its costs, while `sparse` snapshots in each iteration:",
         "",
     ]
     lines += [*apart, ""]

@@ -3,7 +3,7 @@
 The job trains for --minutes while faults strike at exponentially distributed times, then ends with a checkpoint. A run
 without faults to the same iteration gives what every loss and the digest of the checkpoint must be, to the last bit.
 Beside the share of time that was useful (ETTR) stands that of the same job under stock torch_dist checkpoints, written
-asynchronously at the interval that is best under these very faults, which strike it at the same times.
+synchronously at the interval that is best under these very faults, which strike it at the same times.
 
 Flags after `--` go to the training script, those that begin with --moe-ckpt- only to the job that is examined;
 TP, PP, EP and the like are those of scripts/train_cpu.sh.
@@ -129,7 +129,7 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     yield _line("this subsystem", subject)
     if "interval" in stock:
         yield (
-            f"stock torch_dist, asynchronous: a checkpoint costs {stock['checkpoint_s']:.3f} s and a restart"
+            f"stock torch_dist, synchronous: a checkpoint costs {stock['checkpoint_s']:.3f} s and a restart"
             f" {stock['restart_s']:.1f} s, so under these faults one every {stock['interval']} iterations is best"
         )
     if "failed" in stock:

@@ -107,7 +107,7 @@ class Drill:
         """
         plain = self._run("calibration-plain", ["--exit-interval", str(CALIBRATED)])
         folder = self._settings.folder / "calibration-saving"
-        often = ["--save-interval", str(CALIBRATION_INTERVAL), "--async-save"]
+        often = ["--save-interval", str(CALIBRATION_INTERVAL)]
         saving = self._run(folder.name, ["--exit-interval", str(CALIBRATED), *often, *_kept(folder)])
         found = checkpoint_costs(plain.journal, saving.journal, CALIBRATION_INTERVAL)
         costs = StockCosts(found.training_s, found.each_s, plain.start_s, found.first_s)
@@ -115,10 +115,10 @@ class Drill:
         return dataclasses.asdict(costs) | {"interval": interval}
 
     def baseline(self, interval: int) -> DrillOutcome:
-        """The same job with stock asynchronous checkpoints under the same faults, and as good a start after each."""
+        """The same job with stock synchronous checkpoints under the same faults, and as good a start after each."""
         settings = self._settings
         folder = settings.folder / "baseline"
-        flags = ["--save-interval", str(interval), "--async-save", *_kept(folder)]
+        flags = ["--save-interval", str(interval), *_kept(folder)]
         return self._run("baseline", flags, struck=True, standbys=settings.nproc if settings.standbys else 0)
 
     def reference(self, folder: Path, iterations: int, saved: int) -> Journal:

@@ -32,9 +32,18 @@ def page_of(*rounds: dict[str, Any]) -> str:
 def test_a_round_is_judged_by_its_own_costs() -> None:
     (gain,) = slow_links.gains([round_of(1.25, 1.1)], interval=4, restart=10.0, mtbf=1000)
     # A snapshot of `full` costs 1 iteration; its best interval for 1,000 iterations is the square root of 2,000.
-    # Over all phases a window of 4 has 5.5 iterations run again, and half of one is cut off.
-    sparse = 1 / (1 + (10 + 5.5 / 2 + 0.5) / 1000) / 1.1
-    assert gain == pytest.approx(sparse - 1 / (1 + (10 + 45 / 2 + 1) / 1000) / (1 + 1 / 45), abs=1e-4)
+    # Over all phases a window of 4 has 5.5 iterations run again, and half of one is cut off; of both what runs again
+    # takes 2 iterations less than as much training did.
+    sparse = 1 / (1 + (10 + 5.5 + 0.5 - 2) / 1000) / 1.1
+    assert gain == pytest.approx(sparse - 1 / (1 + (10 + 45 / 2 + 1 - 2) / 1000) / (1 + 1 / 45), abs=1e-4)
+
+
+def test_a_snapshot_of_all_costs_full_no_less_than_sparse() -> None:
+    one = round_of(0.99, 1.1)
+    assert slow_links.snapshot_cost(one, interval=4) == 0.0
+    one["sparse"]["window"] = 1
+    assert slow_links.snapshot_cost(one, interval=4) == pytest.approx(0.1)
+    assert slow_links.snapshot_cost(one | {"full": {"iteration_s": 1.25}}, interval=4) == 1.0
 
 
 def test_a_window_of_one_loses_what_a_snapshot_in_each_iteration_does() -> None:
@@ -46,7 +55,7 @@ def test_a_window_of_one_loses_what_a_snapshot_in_each_iteration_does() -> None:
 def test_no_fault_is_charged_a_window_that_came_behind_it() -> None:
     one = round_of(1.0, 1.0)
     one["sparse"]["window"] = 13
-    assert slow_links.again_on_average(one) == (1.5 * 5 - 0.5) / 2 + 0.5
+    assert slow_links.again_on_average(one) == (1.5 * 5 - 0.5) + 0.5 - 2
 
 
 def test_the_window_is_the_one_that_the_fault_found() -> None:
