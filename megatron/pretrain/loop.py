@@ -127,6 +127,11 @@ def flag_errors() -> Iterator[None]:
     """
     try:
         yield
+    except SystemExit as ending:
+        # Code 0 would say that training has ended, to a launcher and to the next job of a chain.
+        if not ending.code and "megatron.training.checkpointing.load_args_from_checkpoint" in _places(ending):
+            raise InvalidInput("Megatron-LM ended over the checkpoint of --use-checkpoint-args, see above") from ending
+        raise
     except (AssertionError, ValueError) as error:
         advice = [_CHECKS[place] for place in _places(error) if place in _CHECKS]
         if not advice:

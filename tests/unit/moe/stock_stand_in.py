@@ -37,7 +37,7 @@ def build_train_valid_test_data_iterators(provider):
 
 def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func,
                                config, verbose=False, write_to_tensorboard=True, non_loss_data_func=None):
-    calls.append("evaluation")
+    calls.append("evaluation, may end early" if getattr(get_args(), "exit_duration_in_mins", None) else "evaluation")
     get_args().consumed_valid_samples += 8
 
 def setup_model_and_optimizer():

@@ -32,6 +32,19 @@ def test_one_iteration_stands_for_its_folder_and_its_number(name: str, form: str
     assert (Path(args.load).resolve(), args.ckpt_step) == (tmp_path.resolve(), 4)
 
 
+def test_iteration_0_which_megatron_cannot_be_told_to_load_needs_a_tracker_that_names_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "iter_0000000", INDEX)
+    args = SimpleNamespace(load=str(folder), ckpt_step=None)
+    for tracked in (None, "5000"):
+        if tracked is not None:
+            (tmp_path / TRACKER).write_text(tracked)
+        with pytest.raises(UsageError, match="takes --ckpt-step 0 for none; move it to a folder of its own"):
+            one_iteration(args)
+    (tmp_path / TRACKER).write_text("0\n")
+    assert one_iteration(args) == f"--load {folder} is one iteration: taken as --load {tmp_path}"
+    assert (args.load, args.ckpt_step) == (str(tmp_path), None)
+
+
 def test_a_relative_path_of_one_iteration_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved(tmp_path / "iter_0000004", INDEX))
     args = SimpleNamespace(load=".", ckpt_step=None)

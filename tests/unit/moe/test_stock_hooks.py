@@ -223,6 +223,13 @@ def test_an_evaluation_is_made_up_for_where_the_fault_kept_from_it(evaluated: in
     assert args.consumed_valid_samples == 24 + 8 * bool(made_up)
 
 
+def test_an_evaluation_that_is_made_up_for_ends_at_no_limit_of_time_which_leaves_modules_in_evaluation() -> None:
+    args = arguments(do_valid=True, exit_duration_in_mins=5)
+    said = train(args, Manager([], found=2, recorded={"evaluated_iteration": 1, "consumed_valid_samples": 24}))
+    assert said == f"resume begin data rejoin evaluation {ITERATION} finish"
+    assert args.exit_duration_in_mins == 5
+
+
 @pytest.mark.parametrize("other", [{"eval_interval": 3}, {"do_valid": False}, {"start_eval_at_iter": 3}])
 def test_an_evaluation_that_was_not_due_is_not_made_up_for(other: dict[str, Any]) -> None:
     args = arguments(**{"do_valid": True, "train_iters": 2} | other)

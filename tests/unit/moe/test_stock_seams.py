@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -231,6 +232,48 @@ def test_graphs_whose_captures_draw_or_keep_a_capacity_are_refused_where_it_matt
         assert not said or said.startswith(
             f"--cuda-graph-impl {GRAPHS[graphs]['cuda_graph_impl']} does not go with {flag}"
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "secret", "persisted", "said"),
+    [
+        ({"save": "run", "ckpt_format": "torch"}, True, False, "--ckpt-format torch does not go with a secret"),
+        (
+            {"load": "msc://run"},
+            True,
+            False,
+            "--load msc://run does not go with a secret: no such checkpoint is signed",
+        ),
+        ({"load": "msc://run"}, False, True, "--load msc://run does not go with --moe-ckpt-persist-dir"),
+        ({"save": "run", "ckpt_format": "torch"}, False, True, ""),
+        ({"save": "run", "load": "run", "ckpt_format": "torch_dist"}, True, True, ""),
+        ({"load": "msc://run"}, False, False, ""),
+    ],
+)
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_checkpoints_that_nobody_signs_or_compares_are_refused_where_that_counts(
+    changes: dict[str, Any], secret: bool, persisted: bool, said: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if secret and by == "environment":
+        monkeypatch.setenv("MOE_CKPT_SECRET_FILE", "secret")
+    config = MoECheckpointConfig(
+        strategy="full",
+        secret_file="secret" if secret and by == "flag" else None,
+        persist_dir="snapshots" if persisted else None,
+    )
+    found = "; ".join(flags.refusals(config, arguments(**changes)))
+    assert found.startswith(said) if said else not found
+
+
+@pytest.mark.parametrize("given", [["--moe-ckpt-secret-file=secret"], ["--moe-ckpt-secret-file", "secret"], []])
+def test_flags_of_a_checkpoint_are_not_read_before_its_signature(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--use-checkpoint-args", *given])
+    if not given:
+        monkeypatch.setenv("MOE_CKPT_SECRET_FILE", "secret")
+    with pytest.raises(UsageError, match="--use-checkpoint-args does not go with a secret"):
+        flags.arguments(argparse.ArgumentParser())
 
 
 @pytest.mark.parametrize(("graphs", "is_refused"), [("whole iterations", True), ("attention", False)])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 import pytest
 from megatron_flags import options
 
+from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.flags import print_arguments_once
+from megatron.pretrain.loop import flag_errors
 from moe_ckpt.commands.convert import _DROPPED, recorded
 
 GIVEN = (
@@ -49,6 +52,15 @@ def test_a_job_whose_model_is_read_from_a_checkpoint_still_names_it() -> None:
     given = "--use-checkpoint-args --load old --pretrained-checkpoint=base --finetune".split()
     assert recorded(given) == given[:-1]
     assert recorded(given[1:]) == []
+
+
+def test_a_start_that_megatron_ends_over_the_checkpoint_with_its_flags_is_no_good_end() -> None:
+    there: dict[str, Any] = {"__name__": "megatron.training.checkpointing"}
+    exec("def load_args_from_checkpoint():\n    raise SystemExit", there)
+    with pytest.raises(InvalidInput, match="ended over the checkpoint of --use-checkpoint-args"), flag_errors():
+        there["load_args_from_checkpoint"]()
+    with pytest.raises(SystemExit), flag_errors():
+        raise SystemExit  # as --help
 
 
 @pytest.mark.parametrize("name", _DROPPED)

@@ -253,8 +253,14 @@ def one_iteration(args: Any) -> str:
     if "://" in given or (here / TRACKER).exists() or not here.is_dir():
         return ""
     if ITERATION.fullmatch(here.name) and any((here / name).exists() for name in (INDEX, FORMAT, COMMON)):
-        args.load, args.ckpt_step = str(here.parent), int(here.name.removeprefix("iter_"))
-        return f"--load {given} is one iteration: taken as --load {args.load} --ckpt-step {args.ckpt_step}"
+        iteration = _iteration(here.name)
+        if iteration == 0 and _tracker(here.parent) != "0":
+            raise UsageError(
+                f"--load {given}: Megatron-LM takes --ckpt-step 0 for none; move it to a folder of its own"
+            )
+        args.load, args.ckpt_step = str(here.parent), iteration or None
+        step = f" --ckpt-step {iteration}" * bool(iteration)
+        return f"--load {given} is one iteration: taken as --load {args.load}{step}"
     if here.name == RELEASE:
         raise UsageError(f"--load {given} is what {TRACKER} of a released model names: give the folder above it")
     if any(here.glob("iter_*-rank_*")):

@@ -213,7 +213,8 @@ def newest_checkpoint(args: Any) -> tuple[int, bool, bool]:
     """The iteration that loading gives, -1 if there is nothing to load; whether the flags name a certain one; and
     whether that lacks what a snapshot has: the random states, or the newest of some experts. A collective.
     """
-    asked_for = getattr(args, "ckpt_step", None) is not None or bool(args.finetune) or args.load is None
+    # Megatron-LM takes 0 for none.
+    asked_for = bool(getattr(args, "ckpt_step", None)) or bool(args.finetune) or args.load is None
     own = not asked_for and args.save is not None and one_spelling(args.load) == one_spelling(args.save)
     if own and args.no_save_optim and not args.no_load_optim:
         return -1, asked_for, True  # loading would fail

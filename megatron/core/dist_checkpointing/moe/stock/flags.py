@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +20,7 @@ from ..manager import unfit_graphs
 from ..megatron_state.quantization import keeps_scales
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
+from ..storage.small_files import SECRET_FILE
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
 
@@ -28,6 +31,12 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     A standby waits here for its rank, which the parser reads from the environment next: see `wait_for_rank`.
     """
     wait_for_rank()
+    flags = [word.partition("=")[0] for word in sys.argv]
+    if "--use-checkpoint-args" in flags and _has_secret("--moe-ckpt-secret-file" * ("--moe-ckpt-secret-file" in flags)):
+        raise UsageError(
+            "--use-checkpoint-args does not go with a secret: Megatron-LM reads the checkpoint before its signature is"
+            " verified; give the flags of the model"
+        )
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
     add_flags(parser, ExpertSaveFlags, "checkpoints with some of the experts")
@@ -127,8 +136,28 @@ def refusals(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[
             f" {config.strategy}: what stays on the device counts its steps where no snapshot has them; use 1.0"
         )
     yield from unfit_expert_saves(args, config.strategy)
+    yield from _unfit_folders(config, args)
     if config.elastic is not None:
         yield from _unfit_sizes(config, args)
+
+
+def _unfit_folders(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:
+    """A sentence where checkpoints could not be verified when they are loaded, or not be compared with snapshots."""
+    load, save, kind = (getattr(args, name, None) for name in ("load", "save", "ckpt_format"))
+    if _has_secret(config.secret_file):
+        given = {"--ckpt-format": kind} if save and kind not in (None, "torch_dist") else {}
+        given |= {flag: place for flag, place in (("--load", load), ("--save", save)) if "://" in str(place)}
+        yield from (
+            f"{flag} {what} does not go with a secret: no such checkpoint is signed" for flag, what in given.items()
+        )
+    if config.persist_dir is not None and "://" in str(load):
+        yield (
+            f"--load {load} does not go with --moe-ckpt-persist-dir: which of both is newer cannot be told; mount it"
+        )
+
+
+def _has_secret(file: str | None) -> bool:
+    return bool(file or os.environ.get(SECRET_FILE))
 
 
 def _unfit_numerics(config: MoECheckpointConfig, args: argparse.Namespace) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-from ..core_versions.training import forget_auxiliary_losses
+from ..core_versions.training import forget_auxiliary_losses, replaced
 from ..device import Arriving
 from ..errors import UsageError
 from ..megatron_state.trainer_state import COMMAND, SAMPLES, random_states, restore_random
@@ -348,19 +348,21 @@ class DeferredSaves:
         return first is None or iteration >= first
 
     def _evaluate(self, train: Call, iteration: int) -> None:
-        self._loop.evaluate_and_print_results(
-            f"iteration {iteration}",
-            train["forward_step_func"],
-            train["valid_data_iterator"],
-            train["model"],
-            iteration,
-            train["process_non_loss_data_func"],
-            train["config"],
-            verbose=False,
-            write_to_tensorboard=True,
-            non_loss_data_func=train["non_loss_data_func"],
-            **train.given("pg_collection", "p2p_communicator"),
-        )
+        # One that ends at the limit of time leaves modules in evaluation, and training looks at it again by itself.
+        with replaced(self._args, exit_duration_in_mins=None):
+            self._loop.evaluate_and_print_results(
+                f"iteration {iteration}",
+                train["forward_step_func"],
+                train["valid_data_iterator"],
+                train["model"],
+                iteration,
+                train["process_non_loss_data_func"],
+                train["config"],
+                verbose=False,
+                write_to_tensorboard=True,
+                non_loss_data_func=train["non_loss_data_func"],
+                **train.given("pg_collection", "p2p_communicator"),
+            )
 
     def _exit_is_due(self, iteration: int) -> bool:
         args = self._args
