@@ -94,7 +94,8 @@ def report(result: dict[str, Any]) -> list[str]:
         "",
         f"`full` less `sparse/4`: {less:+.1f} % of an iteration{'' if less.is_beyond() else ', no difference shown'};"
         f" `sparse` less `sparse/4`: {fewer:+.1f} %. ± is half of the 95 % interval over rounds; those of `full` are"
-        f" {', '.join(f'{one:.1f}' for one in sorted(full))} %.",
+        f" {', '.join(f'{one:.1f}' for one in sorted(full))} %. `torch_dist async` forks a process for each save, as"
+        " the worker of `--use-persistent-ckpt-worker` needs a GPU.",
         "",
         f"Asked for: a stall of at most {MOST_STALL:.0%} with `sparse`: {'met' if stall_met(result) else 'NOT met'}."
         f" Bytes of an iteration at most {MOST_UNEVEN:.0%} off the mean of their window: {unevenness(result):.1%} at"

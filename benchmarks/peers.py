@@ -1,9 +1,10 @@
 """Savers that `snapshot.py` compares with, behind the calls that the training loop makes to a checkpointing session.
 
-All save the sharded state dict of Megatron-LM's loop, each as fast as its own options allow: known structures are not
-checked again, data-parallel ranks share the writing. As in that loop, writers are polled after each iteration; a save
-waits for the one before it, so that none piles up. Like ours, each keeps its newest checkpoint only: memory is not
-endless.
+All save the sharded state dict of Megatron-LM's loop, each as fast as its own options allow on a CPU: known structures
+are not checked again, data-parallel ranks share the writing. Asynchronous saves of `torch_dist` and NVRx fork a process
+each; Megatron-LM 0.19 makes none without the worker of `--use-persistent-ckpt-worker`, which needs a GPU. As in that
+loop, writers are polled after each iteration; a save waits for the one before it, so that none piles up. Like ours,
+each keeps its newest checkpoint only: memory is not endless.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class _Peer:
 
     def _save(self, iteration: int) -> None:
         raise NotImplementedError
+
+
+FORKED = ("torch_dist async", "NVRx local async")
+"""Those that fork a process for each save."""
 
 
 class TorchDistSaver(_Peer):

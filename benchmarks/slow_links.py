@@ -204,7 +204,8 @@ def restarts(rounds: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def page(result: dict[str, Any]) -> list[str]:
-    """Medians and, in brackets, quartiles."""
+    """Medians and, in brackets, quartiles. Gains are by the rules of this version, also of what was measured before."""
+    result["gains"] = gained(result)
     set_s = result["iteration_s"]
     found_s = statistics.median(one["none"]["iteration_s"] for rounds in result["links"].values() for one in rounds)
     lines = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ENDLESS, ROOT, Benchmark, fitted, needs_gb, row, rule, run_ranks, spread, start, where
-from peers import OURS, PEERS, WHEELS, missing_peers
+from peers import FORKED, OURS, PEERS, WHEELS, missing_peers
 
 from moe_ckpt.simulator.events import estimate
 
@@ -158,7 +158,9 @@ def _costs(result: dict[str, Any]) -> list[str]:
         " Ours checks every byte with a keyed checksum. DLRover copies in the thread that trains, also from a GPU;"
         " LM-Resiliency does so on a CPU alone, where processes forked from it share pages with it until it writes to"
         " them. Only where the name says `replica` does another rank hold a copy, and only with `storage` do files of"
-        f" ours hold one. Peers: {', '.join(WHEELS[name].split()[0] for name in BESIDE_TORCH)}.",
+        " ours hold one. Asynchronous saves of `torch_dist` and NVRx fork a process each: Megatron-LM 0.19 makes none"
+        " without the worker of `--use-persistent-ckpt-worker`, which needs a GPU and is not in this."
+        f" Peers: {', '.join(WHEELS[name].split()[0] for name in BESIDE_TORCH)}.",
         "",
         row("", "GB per checkpoint", "overhead, s", "stall, s", "processor time, s"),
         rule(5, 5),
@@ -188,6 +190,7 @@ def _ratios(result: dict[str, Any]) -> list[str]:
     ]
     verdicts: dict[str, list[str]] = {"ours": [], "neither": [], "the peer ahead": []}
     alike: list[bool] = []  # whether ours is ahead, where both write files, or neither does and replicas are as many
+    forks = 0
     for ours, peers in COMPARED.items():
         for peer in (peer for peer in peers if peer in result["checkpoints"]["rows"]):
             mine, theirs = costs(result, ours), costs(result, peer)
@@ -198,12 +201,16 @@ def _ratios(result: dict[str, Any]) -> list[str]:
                 verdicts[which].append(f"{key} of {ours} / {peer}")
                 same = ("storage" in ours) == ("torch" in peer) and (ours == "full, replica") == ("replica" in peer)
                 alike += [which == "ours"] * same
+                forks += which == "ours" and same and peer in FORKED
     told = [f"{which}: {'; '.join(found) or 'nowhere'}" for which, found in verdicts.items() if which != "ours"]
     count = sum(map(len, verdicts.values()))
     few, full = costs(result, "pec"), costs(result, "full")
     less = {key: estimate([1e3 * (one - all_) for one, all_ in zip(few[key], full[key], strict=True)]) for key in few}
     lines += ["", f"`pec` less `full`: overhead {less['overhead']:+.1f} ms, stall {less['stall']:+.1f} ms."]
-    same = f"{sum(alike)} of the {len(alike)} where both protect alike, not corrected for their number"
+    same = (
+        f"{sum(alike)} of the {len(alike)} where both protect alike, {forks} of these against a fork per save, not"
+        " corrected for their number"
+    )
     return [*lines, "", f"Ours is ahead in {len(verdicts['ours'])} of {count}, {same}; {'; '.join(told)}."]
 
 
