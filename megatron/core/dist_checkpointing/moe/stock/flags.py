@@ -152,7 +152,7 @@ def _unfit_folders(config: MoECheckpointConfig, args: argparse.Namespace) -> Ite
         )
     if config.persist_dir is not None and "://" in str(load):
         yield (
-            f"--load {load} does not go with --moe-ckpt-persist-dir: which of both is newer cannot be told; mount it"
+            f"--load {load} does not go with --moe-ckpt-persist-dir: which of both is newer is not known; mount it"
         )
 
 
