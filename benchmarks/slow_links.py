@@ -26,6 +26,8 @@ from localized_recovery import recoveries
 from moe_ckpt.simulator.events import Estimate, estimate
 
 BENCHMARK = Benchmark("slow_links", 4, "slow-links.md")
+AGAIN = BENCHMARK.data.with_name("slow_links_again.json")
+"""Kept by hand: what `BENCHMARK` measured on another day."""
 LAYOUT = {"NPROC": "2", "TP": "1", "PP": "1", "EP": "2"}
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Bytes of a rank's whole state by what its link carries in an iteration."""
@@ -229,8 +231,6 @@ def page(result: dict[str, Any]) -> list[str]:
         rule(7, 1),
     ]  # fmt: skip
     table = [row("ratio", *(f"MTBF {mtbf:,}: `sparse`" + " / `full` (interval)" for mtbf in MTBFS)), rule(4, 1)]
-    apart = [row("ratio", *(f"MTBF {mtbf:,}" for mtbf in MTBFS)), rule(4, 1)]
-    ahead: dict[int, dict[str, list[str]]] = {mtbf: {"`sparse`": [], "`full`": [], "neither": []} for mtbf in MTBFS}
     for ratio, rounds in result["links"].items():
         overheads, again, restart = costs(rounds, "sparse"), [again_on_average(one) for one in rounds], restarts(rounds)
         window, cold = ends(one["sparse"]["window"] for one in rounds), [cold_start(one, "full") for one in rounds]
@@ -238,17 +238,12 @@ def page(result: dict[str, Any]) -> list[str]:
         lines.append(row(ratio, window, *(spread(each, 2) for each in measured_each)))
         snapshots = [snapshot_cost(one, result["interval"]) for one in rounds]
         snapshot, overhead, base = (statistics.median(each) for each in (snapshots, overheads, restart))
-        cells, differences = [], []
+        cells = []
         for mtbf in MTBFS:
             sparse = ettr(overhead, base + statistics.median(again), mtbf)
             full, interval = best_full(snapshot, base, mtbf, statistics.median(cold))
             cells.append(f"{sparse:.3f} / {full:.3f} ({interval})")
-            gain = Estimate(**result["gains"][ratio][str(mtbf)])
-            which = ("`sparse`" if gain.mean > 0 else "`full`") if gain.is_beyond() else "neither"
-            ahead[mtbf][which].append(ratio)
-            differences.append(f"{gain:+.3f}")
         table.append(row(ratio, *cells))
-        apart.append(row(ratio, *differences))
     lines += ["", "ETTR from these medians, time between failures in iterations:", "", *table, ""]
     count = len(next(iter(result["links"].values())))
     lines += [
@@ -258,9 +253,26 @@ def page(result: dict[str, Any]) -> list[str]:
         " `full` is the best for its costs, while `sparse` snapshots in each iteration:",
         "",
     ]
-    lines += [*apart, ""]
-    for mtbf, found in ahead.items():
-        told = "; ".join(f"{name} at {', '.join(ratios) or 'no ratio'}" for name, ratios in found.items())
+    lines += _apart(result["gains"])
+    if "commit" in result["machine"] and AGAIN.exists():
+        again = json.loads(AGAIN.read_text())
+        lines += ["", f"## Again, {where(again)}", "", "By the same rules:", "", *_apart(gained(again))]
+    return lines
+
+
+def _apart(gains: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """The gains of a run, and who is ahead beyond the interval."""
+    lines = [row("ratio", *(f"MTBF {mtbf:,}" for mtbf in MTBFS)), rule(4, 1)]
+    ahead: dict[int, dict[str, list[str]]] = {mtbf: {"`sparse`": [], "`full`": [], "neither": []} for mtbf in MTBFS}
+    for ratio, by_mtbf in gains.items():
+        found = {mtbf: Estimate(**by_mtbf[str(mtbf)]) for mtbf in MTBFS}
+        lines.append(row(ratio, *(f"{gain:+.3f}" for gain in found.values())))
+        for mtbf, gain in found.items():
+            which = ("`sparse`" if gain.mean > 0 else "`full`") if gain.is_beyond() else "neither"
+            ahead[mtbf][which].append(ratio)
+    lines.append("")
+    for mtbf, of in ahead.items():
+        told = "; ".join(f"{name} at {', '.join(ratios) or 'no ratio'}" for name, ratios in of.items())
         lines.append(f"A fault every {mtbf:,} iterations, beyond the interval ahead: {told}.  ")
     return lines
 

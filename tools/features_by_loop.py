@@ -27,7 +27,7 @@ Made by `python tools/features_by_loop.py` from the table that flags are judged 
 NOT_RECOMMENDED = {
     "`--moe-ckpt-strategy sparse` where `full` fits": "no gain of ETTR on throttled links; with a fault every 1,000"
     " iterations a loss where a state has 1, 2 and 8 times what a link carries in one ([four"
-    " rounds](results/slow-links.md))",
+    " rounds](results/slow-links.md); in a second, busier run 1 and 8)",
     "`--moe-ckpt-strategy pec` where `full` fits": "a fifth of the bytes; less `full`, overhead of a checkpoint"
     " -20.2 ± 77.0 ms, stall +0.8 ± 2.6 ms ([eight rounds](results/snapshot.md))",
     "`--moe-ckpt-strategy selective` where `full` fits": "sends 62.5 % of the bytes of `full`; iterations take 1.036 ±"

@@ -136,7 +136,7 @@ def _lead(argv: Sequence[str]) -> int | None:
             tells = "--moe-ckpt-memory-dir" in argv and _Handler.had_a_place
             if tells and (closed or isinstance(error, ChildFailedError)) and not has_trained():
                 with contextlib.suppress(DistError):
-                    report(options.rdzv_endpoint, UNTRAINED, of_nodes=int(options.nnodes))
+                    report(options.rdzv_endpoint, UNTRAINED, of_nodes=int(options.nnodes.partition(":")[0]))
             failed = closed and holds_state(os.environ[NODE_NAME])
             if failed and outcome_at(options.rdzv_endpoint) in (1, REFUSED, REFUSED_WITH_STATE):
                 return _refused_with_state(options.rdzv_endpoint)  # the other node may lack what this one has

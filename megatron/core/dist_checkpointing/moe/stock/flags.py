@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..manager import unfit_graphs
 from ..megatron_state.quantization import keeps_scales
 from ..runtime.process_info import ranks_of_node
 from ..standby.slot import wait_for_rank
+from ..standby.verdict import permanent_errors_end_the_job
 from ..storage.small_files import SECRET_FILE
 from ..strategies import STRATEGIES
 from .seams import SEAMS, is_known
@@ -31,16 +32,21 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     A standby waits here for its rank, which the parser reads from the environment next: see `wait_for_rank`.
     """
     wait_for_rank()
-    flags = [word.partition("=")[0] for word in sys.argv]
-    if "--use-checkpoint-args" in flags and _has_secret("--moe-ckpt-secret-file" * ("--moe-ckpt-secret-file" in flags)):
-        raise UsageError(
-            "--use-checkpoint-args does not go with a secret: Megatron-LM reads the checkpoint before its signature is"
-            " verified; give the flags of the model"
-        )
+    with permanent_errors_end_the_job():
+        _refuse_unverified_flags({word.partition("=")[0] for word in sys.argv})
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
     add_flags(parser, ExpertSaveFlags, "checkpoints with some of the experts")
     return _with_own_help_first(parser)
+
+
+def _refuse_unverified_flags(given: Collection[str]) -> None:
+    secret = "--moe-ckpt-secret-file"
+    if "--use-checkpoint-args" in given and _has_secret(secret if secret in given else None):
+        raise UsageError(
+            "--use-checkpoint-args does not go with a secret: Megatron-LM reads the checkpoint before its signature is"
+            " verified; give the flags of the model"
+        )
 
 
 def _with_own_help_first(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -151,9 +157,7 @@ def _unfit_folders(config: MoECheckpointConfig, args: argparse.Namespace) -> Ite
             f"{flag} {what} does not go with a secret: no such checkpoint is signed" for flag, what in given.items()
         )
     if config.persist_dir is not None and "://" in str(load):
-        yield (
-            f"--load {load} does not go with --moe-ckpt-persist-dir: which of both is newer is not known; mount it"
-        )
+        yield (f"--load {load} does not go with --moe-ckpt-persist-dir: which of both is newer is not known; mount it")
 
 
 def _has_secret(file: str | None) -> bool:
