@@ -117,7 +117,7 @@ def _link() -> dict[str, Any]:
     snapshot there by what that page measured."""
     known, (nbytes, base_s) = json.loads(slow_links.BENCHMARK.data.read_text()), slow_links.unlimited()
     rounds = known["links"][f"{RATIO:g}"]
-    snapshot = statistics.fmean(slow_links.snapshot_cost(one, known["interval"]) for one in rounds)
+    snapshot = statistics.fmean(slow_links.charged(one, known["interval"])[0] for one in rounds)
     restart = statistics.median(slow_links.restarts(rounds))
     interval = slow_links.best_full(snapshot, restart, MTBF_ITERATIONS)[1]
     rate = nbytes / (RATIO * base_s)

@@ -135,11 +135,12 @@ def lost(rounds: Sequence[dict[str, Any]], name: str, key: str) -> list[float]:
     return [fault[key] / found["none"]["iteration_s"] for found in rounds for fault in found[name]["faults"]]
 
 
-def snapshot_cost(one: Mapping[str, Any], interval: int) -> float:
-    """What a snapshot of `full` costs in a round, in iterations of training. At least what an iteration with `sparse`
-    does where that copies all of the state in each, the same bytes: of costs near 0 the least is mostly noise."""
-    same = costs([one], "sparse") if one["sparse"]["window"] == 1 else []
-    return max(0.0, *costs([one], "full", interval), *same)
+def charged(one: Mapping[str, Any], interval: int) -> tuple[float, float]:
+    """What a snapshot of `full`, and an iteration with `sparse`, is charged with in a round, in iterations of training.
+    Against `full`: no less than that of `sparse` where this copies all of the state, as the least of costs near 0 is
+    mostly noise."""
+    snapshot, overhead = max(0.0, *costs([one], "full", interval)), max(0.0, *costs([one], "sparse"))
+    return max(snapshot, overhead) if one["sparse"]["window"] == 1 else snapshot, overhead
 
 
 def best_full(snapshot: float, restart: float, mtbf: float, cold: float = 0.0) -> tuple[float, int]:
@@ -150,21 +151,26 @@ def best_full(snapshot: float, restart: float, mtbf: float, cold: float = 0.0) -
     return max((ettr(snapshot / n, each, mtbf), n) for n, each in enumerate(lost_each, start=1))
 
 
-def cold_start(one: Mapping[str, Any], name: str) -> float:
-    """By how much what a fault of a round makes run again takes longer than as much training, in iterations: the first
-    iterations of a process are slow, however many follow; replays may be quicker."""
-    found, base_s = one[name]["faults"], one["none"]["iteration_s"]
-    return statistics.mean(fault["again_s"] / base_s - fault["again"] for fault in found) if found else 0.0
+def cold_start(rounds: Sequence[Mapping[str, Any]], name: str) -> float:
+    """By how much what a fault makes run again takes longer than as much training, in iterations, on average over the
+    faults of all rounds that made anything: the first iterations of a process are slow, however many follow."""
+    found = [
+        fault["again_s"] / one["none"]["iteration_s"] - fault["again"]
+        for one in rounds
+        for fault in one[name]["faults"]
+        if fault["again"]
+    ]
+    return statistics.mean(found) if found else 0.0
 
 
-def again_on_average(one: Mapping[str, Any]) -> float:
+def again_on_average(one: Mapping[str, Any], cold: float) -> float:
     """What `sparse` loses in a fault, in iterations of training, over all phases of a window; those of a round's faults
     are few. It runs again the window, and what came after: 1 to W iterations, as a window can be used an iteration
-    after its end. Half of an iteration is the one that is cut off."""
+    after its end. Half of an iteration is the one that is cut off. cold: as of `cold_start`."""
     found = one["sparse"]
     # At least W - 1 iterations were run again.
     window = min([found["window"], *(fault["again"] + 1 for fault in found["faults"])])
-    return 1.5 * window + cold_start(one, "sparse")
+    return 1.5 * window + cold
 
 
 def ettr(overhead: float, lost_each: float, mtbf: float) -> float:
@@ -184,8 +190,9 @@ def gains(rounds: Sequence[dict[str, Any]], interval: int, restart: float, mtbf:
     """
     found = []
     for one in rounds:
-        sparse = ettr(costs([one], "sparse")[0], restart + again_on_average(one), mtbf)
-        found.append(sparse - best_full(snapshot_cost(one, interval), restart, mtbf, cold_start(one, "full"))[0])
+        snapshot, overhead = charged(one, interval)
+        sparse = ettr(overhead, restart + again_on_average(one, cold_start(rounds, "sparse")), mtbf)
+        found.append(sparse - best_full(snapshot, restart, mtbf, cold_start(rounds, "full"))[0])
     return found
 
 
@@ -221,35 +228,37 @@ def page(result: dict[str, Any]) -> list[str]:
         " iterations, without the restart, which both have alike. Two phases are measured, all are counted: of `full`"
         f" half of its interval, and {USABLE_AFTER} until a snapshot can be used; of `sparse` (3 W - 1) / 2 iterations,"
         " and half of the one that is cut off. On top comes the cold start, of both as measured: by how much what ran"
-        " again took longer than as much training. A window that has grown behind a fault counts as no longer than what"
-        " was run again allows.",
+        " again took longer than as much training, on average over the rounds. A window that has grown behind a fault"
+        " counts as no longer than what was run again allows.",
         "",
         row(
             *("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "a fault, `sparse`"),
-            *("cold start, `full`", "restart"),
+            *("cold start, `sparse`, `full`", "restart"),
         ),
         rule(7, 1),
     ]  # fmt: skip
     table = [row("ratio", *(f"MTBF {mtbf:,}: `sparse`" + " / `full` (interval)" for mtbf in MTBFS)), rule(4, 1)]
     for ratio, rounds in result["links"].items():
-        overheads, again, restart = costs(rounds, "sparse"), [again_on_average(one) for one in rounds], restarts(rounds)
-        window, cold = ends(one["sparse"]["window"] for one in rounds), [cold_start(one, "full") for one in rounds]
-        measured_each = costs(rounds, "full", result["interval"]), overheads, again, cold, restart
-        lines.append(row(ratio, window, *(spread(each, 2) for each in measured_each)))
-        snapshots = [snapshot_cost(one, result["interval"]) for one in rounds]
-        snapshot, overhead, base = (statistics.median(each) for each in (snapshots, overheads, restart))
+        cold, cold_full = (cold_start(rounds, name) for name in ("sparse", "full"))
+        again, restart = [again_on_average(one, cold) for one in rounds], restarts(rounds)
+        measured_each = costs(rounds, "full", result["interval"]), costs(rounds, "sparse"), again
+        window = ends(one["sparse"]["window"] for one in rounds)
+        cells = [*(spread(each, 2) for each in measured_each), f"{cold:.2f}, {cold_full:.2f}", spread(restart, 2)]
+        lines.append(row(ratio, window, *cells))
+        both = zip(*(charged(one, result["interval"]) for one in rounds), strict=True)
+        snapshot, overhead, base = (statistics.median(each) for each in (*both, restart))
         cells = []
         for mtbf in MTBFS:
             sparse = ettr(overhead, base + statistics.median(again), mtbf)
-            full, interval = best_full(snapshot, base, mtbf, statistics.median(cold))
+            full, interval = best_full(snapshot, base, mtbf, cold_full)
             cells.append(f"{sparse:.3f} / {full:.3f} ({interval})")
         table.append(row(ratio, *cells))
     lines += ["", "ETTR from these medians, time between failures in iterations:", "", *table, ""]
     count = len(next(iter(result["links"].values())))
     lines += [
         f"`sparse` less `full`, each of {count} rounds by its own costs and the median restart, mean and half"
-        " of its 95 % interval. A cost below zero, which is noise, counts as none, and a snapshot of `full` costs at"
-        " least what an iteration with `sparse` does where that has a window of 1: all of the state. The interval of"
+        " of its 95 % interval. A cost below zero, which is noise, counts as none. A snapshot of `full` is charged, against"
+        " it, with no less than an iteration with `sparse` where that had a window of 1: all of the state. The interval of"
         " `full` is the best for its costs, while `sparse` snapshots in each iteration:",
         "",
     ]

@@ -157,7 +157,8 @@ def convert(
     if to == "dense":
         said, facts = _to_dense(context, source, out, flags)
     elif to == "hf":
-        require_place(Path(source))
+        if not out.exists():  # else that is said first
+            require_place(Path(source))
         said, facts = to_hugging_face(Path(source), out, hf_model, max_shard_size)
     else:
         said, facts = from_hugging_face(Path(source), out)

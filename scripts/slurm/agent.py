@@ -19,7 +19,7 @@ from typing import Any
 
 from memory import FOLDER, give_back, holds_state, is_kept, keep, take
 from orphaned import requeue_if_orphaned
-from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, UNTRAINED, outcome_at, report
+from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, UNTRAINED, note_trained, outcome_at, report
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,9 +37,10 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 class _Handler(SpareHandler):
     """Notes that this node has reached the meeting point: one that never did cannot know that it is gone. And that it
-    had a place there, so that it has started ranks."""
+    had a place there, so that it has started ranks; and tells the keeper at `endpoint` once these have trained."""
 
-    was_made = had_a_place = False
+    was_made = had_a_place = has_told = False
+    endpoint = ""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -50,6 +51,16 @@ class _Handler(SpareHandler):
         found = super().next_rendezvous()
         _Handler.had_a_place = True
         return found
+
+    def num_nodes_waiting(self) -> int:
+        """As torch's, which its agent asks while ranks run."""
+        from megatron.core.dist_checkpointing.moe.standby.verdict import has_trained
+
+        if not _Handler.has_told and has_trained():
+            _Handler.has_told = True  # once: a keeper that does not answer would hold up the agent each time
+            with contextlib.suppress(DistError):
+                note_trained(_Handler.endpoint)
+        return super().num_nodes_waiting()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,6 +124,7 @@ def _lead(argv: Sequence[str]) -> int | None:
     except SystemExit:
         # Where only few nodes refuse, such as one without a label of its unit, the others train.
         return _reported(_endpoint(argv), 2, of_nodes=_more_than_spares())
+    _Handler.endpoint = options.rdzv_endpoint
     register_backend(_Handler)
     with verdict_of_ranks() as verdict:
         try:

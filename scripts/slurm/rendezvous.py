@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed import DistError, DistNetworkError, TCPStore
 
-OUTCOME, NOTED = "moe-ckpt/outcome", "moe-ckpt/noted"
+OUTCOME, NOTED, TRAINED = "moe-ckpt/outcome", "moe-ckpt/noted", "moe-ckpt/trained"
 LISTENS = ".listens"
 REFUSED, REFUSED_WITH_STATE, LEFT_EARLY, UNTRAINED = 2, 3, 4, 5
 """What agents report where ranks refuse flags or inputs, the second one where snapshots in memory wait for that; where
@@ -50,13 +50,21 @@ def main(port: int, file: Path) -> None:
 
 
 def report(endpoint: str, code: int, of_nodes: int = 1) -> None:
-    """Tell the keeper at HOST:PORT how the job has ended, once `of_nodes` say so, and wait until it is noted.
+    """Tell the keeper at HOST:PORT how the job has ended, once `of_nodes` say so, and wait until it is noted. That none
+    has trained is not reported where any did: it may be gone since.
 
     Raises DistError."""
     store = _client(endpoint)
+    if code == UNTRAINED and store.check([TRAINED]):
+        return
     if store.add(f"{OUTCOME}/{code}", 1) >= of_nodes:
         store.set(OUTCOME, str(code))
         store.wait([f"{NOTED}/{code}" if code == REFUSED_WITH_STATE else NOTED])
+
+
+def note_trained(endpoint: str) -> None:
+    """Tell the keeper at HOST:PORT that ranks of this run have trained an iteration. Raises DistError."""
+    _client(endpoint).set(TRAINED, "")
 
 
 def outcome_at(endpoint: str) -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -26,6 +27,7 @@ from world import HANG_TIMEOUT_S, ROOT, free_port
 
 from megatron.core.dist_checkpointing.moe.extensions import AGENT_LOCK
 from megatron.core.dist_checkpointing.moe.standby.verdict import leave_early, note_iteration
+from megatron.pretrain.spare_nodes import SpareHandler
 
 SLURM = ROOT / "scripts" / "slurm"
 JOIN_S = 10
@@ -211,6 +213,36 @@ def test_a_job_is_held_where_ranks_of_all_nodes_failed_and_none_trained(
         found.append(store.check([OUTCOME]))
     assert found == [False, held]
     assert not held or store.get(OUTCOME) == b"5"
+
+
+@pytest.mark.usefixtures("lead")
+def test_no_job_is_held_in_whose_run_a_node_has_trained_that_is_gone(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = importlib.import_module("agent")
+    handler: Any = vars(agent)["_Handler"]
+    monkeypatch.setattr(SpareHandler, "num_nodes_waiting", lambda _: 0)
+    monkeypatch.setattr(handler, "had_a_place", True)
+    monkeypatch.setattr(handler, "has_told", False)
+    told = list[bool]()
+
+    def run_well(_options: object) -> None:
+        asking = object.__new__(handler)
+        note_iteration.cache_clear()
+        for trains in (lambda: None, note_iteration):
+            trains()
+            assert asking.num_nodes_waiting() == 0
+            told.append(store.check(["moe-ckpt/trained"]))
+        raise RendezvousTimeoutError  # as of a node that is lost
+
+    def run_ill(_options: object) -> None:
+        raise RendezvousClosedError
+
+    for run in (run_well, run_ill, run_ill):
+        monkeypatch.setattr(agent, "run", run)
+        assert agent.main([*options(store), "--moe-ckpt-memory-dir", "memory"]) == 1
+    assert told == [False, True]
+    assert not store.check([OUTCOME])
 
 
 @pytest.mark.usefixtures("lead")

@@ -86,7 +86,7 @@ ROWS = {
     ),
     f"{ENGINE}.extensions.elastic": Row("config errors runtime standby", "torch"),
     f"{ENGINE}.extensions.gradient_replicas": Row(
-        f"{VALUES} extensions policy ports replication strategies megatron_state", "megatron.core torch"
+        f"{VALUES} device extensions policy ports replication strategies megatron_state", "megatron.core torch"
     ),
     f"{ENGINE}.extensions.persist_agent": Row("errors extensions snapshot storage"),
     f"{ENGINE}.extensions.shard": Row(

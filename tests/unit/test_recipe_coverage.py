@@ -47,6 +47,8 @@ OTHERS = {
     "logits_save_dir", "moe_use_upcycling", "perform_rl_step", "result_rejected_tracker_filename", "save_experts",
     "save_experts_scope", "save_experts_selection", "sft", "step_batch_size_schedule", "tp_comm_bootstrap_backend",
     "use_custom_fsdp", "use_kitchen",
+    # Of folders, where checkpoints are signed or compared with storage.
+    "ckpt_format", "load", "save",
     # Two have recipes of modules, which come from files: of MXFP8 and of NVFP4.
     "quant_recipe",
 }  # fmt: skip

@@ -40,22 +40,29 @@ def test_a_round_is_judged_by_its_own_costs() -> None:
 
 def test_a_snapshot_of_all_costs_full_no_less_than_sparse() -> None:
     one = round_of(0.99, 1.1)
-    assert slow_links.snapshot_cost(one, interval=4) == 0.0
+    assert slow_links.charged(one, interval=4) == pytest.approx((0.0, 0.1))
     one["sparse"]["window"] = 1
-    assert slow_links.snapshot_cost(one, interval=4) == pytest.approx(0.1)
-    assert slow_links.snapshot_cost(one | {"full": {"iteration_s": 1.25}}, interval=4) == 1.0
+    assert slow_links.charged(one, interval=4) == pytest.approx((0.1, 0.1))
+    assert slow_links.charged(one | {"full": {"iteration_s": 1.25}}, interval=4) == pytest.approx((1.0, 0.1))
+
+
+def test_faults_that_made_nothing_run_again_say_nothing_of_a_cold_start() -> None:
+    one, other = round_of(1.0, 1.0), round_of(1.0, 1.0)
+    other["sparse"]["faults"] = [{"again_s": 0.0, "again": 0, "restart_s": 10.0}]
+    assert slow_links.cold_start([one, other], "sparse") == -2.0
+    assert slow_links.cold_start([other], "sparse") == 0.0
 
 
 def test_a_window_of_one_loses_what_a_snapshot_in_each_iteration_does() -> None:
     one = round_of(1.0, 1.0)
     one["sparse"] = {"iteration_s": 1.0, "window": 1, "faults": [{"again_s": 0.0, "again": 0, "restart_s": 10.0}]}
-    assert slow_links.again_on_average(one) == 1 / 2 + slow_links.USABLE_AFTER
+    assert slow_links.again_on_average(one, 0.0) == 1 / 2 + slow_links.USABLE_AFTER
 
 
 def test_no_fault_is_charged_a_window_that_came_behind_it() -> None:
     one = round_of(1.0, 1.0)
     one["sparse"]["window"] = 13
-    assert slow_links.again_on_average(one) == (1.5 * 5 - 0.5) + 0.5 - 2
+    assert slow_links.again_on_average(one, -2.0) == (1.5 * 5 - 0.5) + 0.5 - 2
 
 
 def test_the_window_is_the_one_that_the_fault_found() -> None:

@@ -38,8 +38,10 @@ def test_iteration_0_which_megatron_cannot_be_told_to_load_needs_a_tracker_that_
     for tracked in (None, "5000"):
         if tracked is not None:
             (tmp_path / TRACKER).write_text(tracked)
-        with pytest.raises(UsageError, match="takes --ckpt-step 0 for none; move it to a folder of its own"):
+        with pytest.raises(UsageError, match="takes --ckpt-step 0 for none; give a folder whose"):
             one_iteration(args)
+        if tracked is None:
+            assert "from its iteration 0 write 0 into a latest" in said_of(str(tmp_path))
     (tmp_path / TRACKER).write_text("0\n")
     assert one_iteration(args) == f"--load {folder} is one iteration: taken as --load {tmp_path}"
     assert (args.load, args.ckpt_step) == (str(tmp_path), None)

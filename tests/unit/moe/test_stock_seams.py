@@ -269,11 +269,15 @@ def test_checkpoints_that_nobody_signs_or_compares_are_refused_where_that_counts
 def test_flags_of_a_checkpoint_are_not_read_before_its_signature(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "--use-checkpoint-args", *given])
     if not given:
         monkeypatch.setenv("MOE_CKPT_SECRET_FILE", "secret")
-    with pytest.raises(UsageError, match="--use-checkpoint-args does not go with a secret"):
+    for strategy in ([], ["--moe-ckpt-strategy", "none"], ["--moe-ckpt-strategy=none"]):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--use-checkpoint-args", *given, *strategy])
         flags.arguments(argparse.ArgumentParser())
+    for strategy in (["--moe-ckpt-strategy", "full"], ["--moe-ckpt-strategy=full"]):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--use-checkpoint-args", *given, *strategy])
+        with pytest.raises(UsageError, match="--use-checkpoint-args does not go with a secret"):
+            flags.arguments(argparse.ArgumentParser())
 
 
 @pytest.mark.parametrize(("graphs", "is_refused"), [("whole iterations", True), ("attention", False)])

@@ -186,7 +186,8 @@ def test_commands_name_what_is_strange_and_use_the_rest(
         if patterns[pattern] != ANY:
             assert (verified["newest_state"] == newest) == (patterns[pattern] == NEWEST), (name, output)
         assert said(capsys, monkeypatch, "inspect", place)[0] in (0, 1)
-        assert said(capsys, monkeypatch, "digest", place / "iter_0000024")[0] in (0, 1)
+        digested = said(capsys, monkeypatch, "digest", place / "iter_0000024")[0]
+        assert digested in ((0, 1) if (place / "iter_0000024").exists() else (2,))
         if kind == "memory":
             code, output = said(capsys, monkeypatch, "status", place)
             assert "Ranks reporting" in output

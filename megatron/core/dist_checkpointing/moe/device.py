@@ -62,7 +62,8 @@ _streams: dict[tuple[str, int], torch.cuda.Stream] = {}
 
 
 def own_stream(name: str) -> torch.cuda.Stream:
-    """A stream of the current device that nobody else gets, the same one for each call with this name.
+    """A stream of the current device that nobody else gets, the same one for each call with this name; one of torch's
+    where CUDA makes none.
 
     torch hands out 32 streams in turn, also to communicators of NCCL and to captures of graphs: a copy on one of these
     waits for them, or becomes a part of the graph, to be made again at each of its launches.

@@ -256,7 +256,7 @@ def one_iteration(args: Any) -> str:
         iteration = _iteration(here.name)
         if iteration == 0 and _tracker(here.parent) != "0":
             raise UsageError(
-                f"--load {given}: Megatron-LM takes --ckpt-step 0 for none; move it to a folder of its own"
+                f"--load {given}: Megatron-LM takes --ckpt-step 0 for none; give a folder whose {TRACKER} says 0"
             )
         args.load, args.ckpt_step = str(here.parent), iteration or None
         step = f" --ckpt-step {iteration}" * bool(iteration)
@@ -268,8 +268,8 @@ def one_iteration(args: Any) -> str:
     if (here / "config.json").exists() and any(here.glob("*.safetensors")):
         raise UsageError(f"--load {given} is a Hugging Face model: moe-ckpt convert --from hf makes a checkpoint of it")
     if left := CheckpointDirectory(here).iterations():
+        way = f"give --ckpt-step {left[0]}" if left[0] else f"write 0 into a {TRACKER} there"  # 0 counts as none
         return (
-            f"--load {given} has no {TRACKER}, so training begins again; to continue from its iteration {left[0]} give"
-            f" --ckpt-step {left[0]}"
+            f"--load {given} has no {TRACKER}, so training begins again; to continue from its iteration {left[0]} {way}"
         )
     return ""

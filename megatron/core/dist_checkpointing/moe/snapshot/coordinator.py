@@ -9,6 +9,7 @@ beside training      replication worker: seal, replicate, free        persister:
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 CLOSING_PAUSE_S = 0.5
 """How long the ranks wait at the end of training before they ask each other again what is still under way."""
+_REMEMBERED = 16
+"""Iterations of which the shortest says how long the next one takes at least."""
 
 TokenCounts = Mapping[int, Sequence[int]]
 CountsUnderWay = Callable[[], TokenCounts]
@@ -173,6 +176,7 @@ class Coordinator:
         self._journal = StepJournal()
         self._in_contact, self._copies_late = True, False
         self._tally, self._step_ended_s = _Tally(), ports.clock.now_s()
+        self._iterations_s = deque[float](maxlen=_REMEMBERED)
         self._stopwatch = ports.stopwatch or HostStopwatch(ports.clock)
         self._pass_times = PassTimes()
         self._copy_rate = CopyRate.parse(job.config.copy_rate)
@@ -224,9 +228,10 @@ class Coordinator:
         # status per open round, and the collective needs as many on all ranks.
         if self._in_contact:
             beyond = beyond if self._strategy.deferred_tokens else None
-            # Training waits for the message before its next step, which an evaluation or a save does not put off.
-            ahead_s = min(tally.iteration_s, self._pass_times.shortest_s or tally.iteration_s)
-            patience_s = min(ahead_s, self._job.config.timeout_s / 2) / 2
+            # Training waits for the message before its next step, which an evaluation or a save does not put off: the
+            # shortest of the newest iterations had neither.
+            self._iterations_s.append(tally.iteration_s)
+            patience_s = min(*self._iterations_s, self._job.config.timeout_s / 2) / 2
             self._send_message(plan, counts, patience_s, pace, beyond, skipped=journal.skipped)
             if (ahead := self._strategy.ahead()) is not None:
                 self._background.control.submit(ahead)  # behind the message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,16 +33,19 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     wait_for_rank()
     with permanent_errors_end_the_job():
-        _refuse_unverified_flags({word.partition("=")[0] for word in sys.argv})
+        _refuse_unverified_flags(sys.argv)
     choices = {"strategy": ("none", *STRATEGIES)}
     add_flags(parser, MoECheckpointConfig, "checkpoint subsystem", MoECheckpointConfig.PREFIX, choices)
     add_flags(parser, ExpertSaveFlags, "checkpoints with some of the experts")
     return _with_own_help_first(parser)
 
 
-def _refuse_unverified_flags(given: Collection[str]) -> None:
-    secret = "--moe-ckpt-secret-file"
-    if "--use-checkpoint-args" in given and _has_secret(secret if secret in given else None):
+def _refuse_unverified_flags(argv: Sequence[str]) -> None:
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    given = {word.partition("=")[0]: word.partition("=")[2] or following for word, following in pairs}
+    if given.get("--moe-ckpt-strategy", "none") == "none":
+        return  # Megatron-LM's checkpoints are not verified
+    if "--use-checkpoint-args" in given and _has_secret(given.get("--moe-ckpt-secret-file")):
         raise UsageError(
             "--use-checkpoint-args does not go with a secret: Megatron-LM reads the checkpoint before its signature is"
             " verified; give the flags of the model"

@@ -130,7 +130,7 @@ class FilesystemStore:
                 sync_directory(self.directory, self.system)
             try:
                 self._delete_left(snapshot)
-            except OSError as error:  # on NFS, where anybody has a file of it open
+            except (OSError, StoreFailure) as error:  # on NFS, where anybody has a file of it open
                 log.warning("%s is free, but takes space until the next start: %s", snapshot, error)
 
     def sweep(self) -> None:
@@ -173,13 +173,20 @@ class FilesystemStore:
             return self.system.list_directory(self.directory)
 
     def _delete_left(self, snapshot: SnapshotId | None = None) -> None:
-        """Delete what this rank left behind of one snapshot, or of all, and is not writing now. Raises OSError."""
+        """Delete what this rank left behind of one snapshot, or of all, and is not writing now. Raises OSError once all
+        was tried."""
+        failures = []
         for name in self._names():
             found = _ASIDE.fullmatch(name)
             of_snapshot = found and (snapshot is None or found[2] == snapshot.name)
             # Other ranks' leftovers are theirs to delete: they may still be writing them.
             if found and of_snapshot and int(found[3]) == self.rank and name not in self._writing:
-                self._delete(self.directory / name)
+                try:
+                    self._delete(self.directory / name)
+                except OSError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _allocated(self, path: Path, nbytes: int) -> int:
         # EXCL: another attempt's file must never be written to, however unlikely its name.
