@@ -257,9 +257,9 @@ def page(result: dict[str, Any]) -> list[str]:
     count = len(next(iter(result["links"].values())))
     lines += [
         f"`sparse` less `full`, each of {count} rounds by its own costs and the median restart, mean and half"
-        " of its 95 % interval. A cost below zero, which is noise, counts as none. A snapshot of `full` is charged, against"
-        " it, with no less than an iteration with `sparse` where that had a window of 1: all of the state. The interval of"
-        " `full` is the best for its costs, while `sparse` snapshots in each iteration:",
+        " of its 95 % interval. A cost below zero, which is noise, counts as none. A snapshot of `full` is charged,"
+        " against it, with no less than an iteration with `sparse` where that had a window of 1: all of the state. The"
+        " interval of `full` is the best for its costs, while `sparse` snapshots in each iteration:",
         "",
     ]
     lines += _apart(result["gains"])
