@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_high
 
 from ..errors import MoECheckpointError
 from ..extensions import Additions
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 CLOSING_PAUSE_S = 0.5
 """How long the ranks wait at the end of training before they ask each other again what is still under way."""
 _REMEMBERED = 16
-"""Iterations of which the shortest says how long the next one takes at least."""
+"""Iterations that say how long the next one takes."""
 
 TokenCounts = Mapping[int, Sequence[int]]
 CountsUnderWay = Callable[[], TokenCounts]
@@ -228,10 +229,11 @@ class Coordinator:
         # status per open round, and the collective needs as many on all ranks.
         if self._in_contact:
             beyond = beyond if self._strategy.deferred_tokens else None
-            # Training waits for the message before its next step, which an evaluation or a save does not put off: the
-            # shortest of the newest iterations had neither.
+            # Training waits for the message before its next step, which no evaluation or save puts off as it did this
+            # one: most of the newest iterations had neither.
             self._iterations_s.append(tally.iteration_s)
-            patience_s = min(*self._iterations_s, self._job.config.timeout_s / 2) / 2
+            usual_s = median_high(self._iterations_s)
+            patience_s = min(tally.iteration_s, usual_s, self._job.config.timeout_s / 2) / 2
             self._send_message(plan, counts, patience_s, pace, beyond, skipped=journal.skipped)
             if (ahead := self._strategy.ahead()) is not None:
                 self._background.control.submit(ahead)  # behind the message
