@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections import UserDict
@@ -102,7 +103,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as where a shell has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        getattr(sys, name).reconfigure(errors="backslashreplace")  # of an encoding that lacks a character
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of an encoding that lacks a character
     try:
         _take_secret()
         code = commands.main(prog_name="moe-ckpt", standalone_mode=False) or 0

@@ -156,7 +156,7 @@ def test_reports_say_why_there_is_less_protection_than_asked_for() -> None:
 
     flipping = partial(Network, flip_rate=0.2)
     simulation = Simulation(FULL, network=flipping, each=heard)
-    simulation.run(2)
+    simulation.run(3)
     told += simulation.told.reports.values()
     poor = [report for report in told if report.protection.state is not ProtectionState.PROTECTED]
     for why in ("no snapshot of iteration 6: still under way", "has too few replicas: "):

@@ -170,6 +170,7 @@ class Training:
             self.found.problems.append("the device does not answer")
         self.store.close()
         self.logs.close()
+        self.locks.release()  # else what is still mapped is unlocked wherever it is collected, on a later device
         self.device.synchronize()
         self.found.elsewhere = self.device.elsewhere
         self.found.problems += [f"{name} on freed memory" for name in self.device.after_free]
