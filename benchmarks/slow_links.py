@@ -152,8 +152,8 @@ def best_full(snapshot: float, restart: float, mtbf: float, cold: float = 0.0) -
 
 
 def cold_start(rounds: Sequence[Mapping[str, Any]], name: str) -> float:
-    """By how much what a fault makes run again takes longer than as much training, in iterations, on average over the
-    faults of all rounds that made anything: the first iterations of a process are slow, however many follow."""
+    """Extra time of the iterations that a fault makes run again, in iterations of training: the mean over all faults
+    with any. The first iterations of a process are slow, however many follow."""
     found = [
         fault["again_s"] / one["none"]["iteration_s"] - fault["again"]
         for one in rounds
@@ -227,9 +227,9 @@ def page(result: dict[str, Any]) -> list[str]:
         "Cost of a snapshot of `full`, and of an iteration with `sparse`, in iterations; what a fault costs, in"
         " iterations, without the restart, which both have alike. Two phases are measured, all are counted: of `full`"
         f" half of its interval, and {USABLE_AFTER} until a snapshot can be used; of `sparse` (3 W - 1) / 2 iterations,"
-        " and half of the one that is cut off. On top comes the cold start, of both as measured: by how much what ran"
-        " again took longer than as much training, on average over the rounds. A window that has grown behind a fault"
-        " counts as no longer than what was run again allows.",
+        " and half of the one that is cut off. On top comes the cold start, of both as measured: the extra time of"
+        " repeated iterations, the mean over all faults. A window that has grown behind a fault counts as no longer"
+        " than what was run again allows.",
         "",
         row(
             *("ratio", "window", "snapshot of `full`", "iteration with `sparse`", "a fault, `sparse`"),

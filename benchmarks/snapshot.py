@@ -159,7 +159,7 @@ def _costs(result: dict[str, Any]) -> list[str]:
         " LM-Resiliency does so on a CPU alone, where processes forked from it share pages with it until it writes to"
         " them. Only where the name says `replica` does another rank hold a copy, and only with `storage` do files of"
         " ours hold one. Asynchronous saves of `torch_dist` and NVRx fork a process each: Megatron-LM 0.19 makes none"
-        " without the worker of `--use-persistent-ckpt-worker`, which needs a GPU and is not in this."
+        " without the worker of `--use-persistent-ckpt-worker`, which needs a GPU; not measured."
         f" Peers: {', '.join(WHEELS[name].split()[0] for name in BESIDE_TORCH)}.",
         "",
         row("", "GB per checkpoint", "overhead, s", "stall, s", "processor time, s"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ def page_of(*rounds: dict[str, Any]) -> str:
     about = {"cores": 2, "cpu": "a", "torch": "b", "megatron_core": "c"}
     links = {"links": {"2": list(rounds)}, "bytes": 1, "iteration_s": 1.0, "interval": 4}
     return "\n".join(slow_links.page({"machine": about, **links, "gains": slow_links.gained(links)}))
+
+
+@pytest.mark.parametrize("file", [slow_links.BENCHMARK.data, slow_links.AGAIN], ids=lambda file: file.stem)
+def test_gains_that_are_kept_follow_from_the_rounds_beside_them(file: Path) -> None:
+    kept = json.loads(file.read_text())
+    for ratio, by_mtbf in slow_links.gained(kept).items():
+        for mtbf, gain in by_mtbf.items():
+            assert kept["gains"][ratio][mtbf] == pytest.approx(gain), (ratio, mtbf)
 
 
 def test_a_round_is_judged_by_its_own_costs() -> None:

@@ -55,7 +55,7 @@ def _runtime(version: str | None) -> ctypes.CDLL | None:
     return None
 
 
-LOWEST = 0
+_LOWEST = 0
 """The lowest priority of CUDA's streams, and that of streams that ask for none."""
 _NON_BLOCKING = 1  # cudaStreamNonBlocking
 _streams: dict[tuple[str, int], torch.cuda.Stream] = {}
@@ -65,8 +65,8 @@ def own_stream(name: str) -> torch.cuda.Stream:
     """A stream of the current device that nobody else gets, the same one for each call with this name; one of torch's
     where CUDA makes none.
 
-    torch hands out 32 streams in turn, also to communicators of NCCL and to captures of graphs: a copy on one of these
-    waits for them, or becomes a part of the graph, to be made again at each of its launches.
+    torch reuses a pool of 32 streams, also for NCCL and for graph capture: a copy on one of them can wait for a
+    collective, or be captured and repeated at each launch of the graph.
 
     Args:
         name: What it is for.
@@ -74,9 +74,9 @@ def own_stream(name: str) -> torch.cuda.Stream:
     key = name, torch.cuda.current_device()
     if key not in _streams:
         runtime, handle = _runtime(torch.version.cuda), ctypes.c_void_p()
-        asked = ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(LOWEST)
+        asked = ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(_LOWEST)
         if runtime is None or runtime.cudaStreamCreateWithPriority(*asked):
-            return torch.cuda.Stream(priority=LOWEST)
+            return torch.cuda.Stream(priority=_LOWEST)
         _streams[key] = torch.cuda.ExternalStream(handle.value)
     return _streams[key]
 

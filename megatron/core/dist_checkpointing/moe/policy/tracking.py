@@ -305,11 +305,12 @@ def oldest_base(windows: Iterable[TrackedWindow]) -> int | None:
 
     Spare pieces count: until a newer window is whole, the next recovery has nothing else.
     """
-    bases: set[int] = set()
+    bases: list[int] = []
     for window in windows:
-        spare = window.pieces if window.state is WindowState.SPARE else ()
-        held = [one.iteration for one in (*window.sealed, *spare) if one.piece.kind != CONSTANT]
-        bases.update(held if spare else [window.span[0]] if held else ())
+        is_spare = window.state is WindowState.SPARE  # whose pieces are of several spans
+        held = window.pieces if is_spare else window.sealed
+        if iterations := [one.iteration for one in held if one.piece.kind != CONSTANT]:
+            bases.append(min(iterations) if is_spare else window.span[0])
     return min(bases, default=None)
 
 
