@@ -27,6 +27,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.pretrain.testing import cpu_device
@@ -311,6 +312,20 @@ def test_gates_between_values_stay_there_in_another_layout(
     model = layered(monkeypatch, layer, **settings)
     (grid,) = partitions.tensor_grids([model], Topology(2, tp=2)).values()
     assert grid == Grid(rows, 16 // rows)
+
+
+@pytest.mark.parametrize(("of_model", "of_tower"), [(True, False), (False, True)])
+@pytest.mark.parametrize("place", ["mlp", "projection"])  # as core names a projector: `vision_projection.encoder`
+def test_whether_a_tower_has_gates_is_said_by_its_own_configuration(
+    monkeypatch: pytest.MonkeyPatch, of_model: bool, of_tower: bool, place: str
+) -> None:
+    layer = Linear(2, 4, bias=False)
+    vars(layer.weight).update(tensor_model_parallel=True, partition_dim=0)
+    own = made(MLP, linear_fc1=layer)
+    own.config.gated_linear_unit = of_tower
+    model = layered(monkeypatch, made(TransformerLayer, **{place: own}), gated_linear_unit=of_model)
+    (grid,) = partitions.tensor_grids([model], Topology(2, tp=2)).values()
+    assert grid == (Grid(2, 8) if of_tower else Grid(1, 16))
 
 
 def test_learned_sinks_are_those_of_the_heads_of_a_tensor_rank(monkeypatch: pytest.MonkeyPatch) -> None:

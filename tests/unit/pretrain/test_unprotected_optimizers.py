@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.manager import unfit_graphs
 from megatron.core.dist_checkpointing.moe.megatron_state.megatron import read_topology, state_tensors
 from megatron.core.dist_checkpointing.moe.megatron_state.optimizer_state import unsupported_optimizers
-from megatron.core.dist_checkpointing.moe.megatron_state.partitions import random_draws
+from megatron.core.dist_checkpointing.moe.megatron_state.partitions import draws_in, random_draws
 from megatron.core.dist_checkpointing.moe.megatron_state.trainer_state import LiveTrainerState, NoLoopState
 from megatron.core.dist_checkpointing.moe.replay.execution import unfreezable_settings
 from megatron.core.dist_checkpointing.moe.runtime.live_state import LiveState, Training
@@ -34,6 +34,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.utils import unwrap_model
 from megatron.pretrain.testing import cpu_device
+
+
+def layer_with(**attributes: Any) -> torch.nn.Module:
+    """A layer without parameters."""
+    layer = torch.nn.Module()
+    vars(layer).update(attributes)
+    return layer
+
 
 MODEL = (
     "--device cpu --transformer-impl local --no-rope-fusion --no-persist-layer-norm --distributed-backend gloo "
@@ -169,6 +177,25 @@ def test_products_in_four_bits_draw_numbers_in_the_whole_model_or_in_some_module
         config.cuda_graph_impl = impl
         found = " ".join(unfit_graphs(MoECheckpointConfig(strategy="full"), config))
         assert ("products in four bits" in found) == refused
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        (torch.nn.Dropout(0.25), "dropout 0.25"),
+        (layer_with(config=Namespace(hidden_dropout=0.1)), "hidden_dropout 0.1"),
+        (layer_with(pos_dropout=0.5), "pos_dropout 0.5"),
+        (layer_with(has_cpe=True, force_cpe_eval_mode=False), "has_cpe True"),
+        (layer_with(has_cpe=True, force_cpe_eval_mode=True, dither=0.0), ""),
+    ],
+)
+def test_a_tower_with_a_configuration_of_its_own_may_draw_where_the_language_model_does_not(
+    part: torch.nn.Module, named: str
+) -> None:
+    (chunk,) = chunks = built(judged([*MODEL.split(), *"--hidden-dropout 0 --attention-dropout 0".split()], 1))
+    assert not draws_in(chunks)
+    unwrap_model(chunk).add_module("tower", part)
+    assert draws_in(chunks) == named
 
 
 def test_scales_of_operations_that_transformer_engine_fuses_are_refused_and_so_are_frozen_ones() -> None:

@@ -46,7 +46,7 @@ from .extensions import load
 from .in_place.building import own_build
 from .local_recovery.communicator import BoundaryCommunicator, process_groups
 from .local_recovery.survivor import Passes
-from .megatron_state.partitions import drawing_settings, random_draws
+from .megatron_state.partitions import drawing_settings, draws_in, random_draws
 from .megatron_state.pass_state import PassState
 from .megatron_state.trainer_state import LiveTrainerState, LoopState, NoLoopState
 from .recovery.timeline import RecoveryTimeline, Timestamps
@@ -122,7 +122,7 @@ class MoECheckpointManager(Iterations):
         if config.elastic is not None:
             refuse_sizes_that_do_not_fit(config, transformer, global_batch_size, micro_batch_size)
         refuse_what_cannot_repeat_itself(config, chunks[0], transformer)
-        draws = "" if config.reshard == "inexact" else random_draws(transformer)
+        draws = "" if config.reshard == "inexact" else draws_in(chunks)
         trainer = LiveTrainerState(optimizer, scheduler, state or NoLoopState(), chunks, draws)
         if config.strategy != "none" and own_build().answers is not None:
             own_slot().keep(hang_up)
@@ -174,6 +174,7 @@ class MoECheckpointManager(Iterations):
         run_again: RunAgain | None = None,
         in_part: bool = False,
         lacks: bool = False,
+        in_doubt: bool = False,
     ) -> int:
         """Bring model, optimizer, scheduler, random states and the loop's state to where training continues.
 
@@ -190,6 +191,8 @@ class MoECheckpointManager(Iterations):
             in_part: Whether `load` leaves some of the state as it is, and so replaces no copies that prove damaged.
             lacks: Whether that checkpoint itself lacks some of the state, so that one without loss is better though
                 older.
+            in_doubt: Whether core saved that checkpoint to have a doubtful iteration run again from it: then it is
+                better than snapshots of its iteration, which know nothing of the doubt.
 
         Returns:
             The iteration after which training stands. With `sparse` it may be one from which iterations are run again.
@@ -202,7 +205,7 @@ class MoECheckpointManager(Iterations):
         run_again = None if asked_for else run_again
         own_heartbeat().loads()
         try:
-            request = Request(load, newest, asked_for, run_again, in_part, lacks, own_build().survivors)
+            request = Request(load, newest, asked_for, run_again, in_part, lacks, in_doubt, own_build().survivors)
             self._session.restore(self._trainer, request)
         except BaseException as error:
             self.abandon()

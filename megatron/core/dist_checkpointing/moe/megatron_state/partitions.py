@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
@@ -52,8 +53,8 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
     Raises:
         UsageError: A tensor is cut in another way.
     """
+    in_halves = _in_halves(chunks)
     is_gated = bool(unwrap_model(list(chunks))[0].config.gated_linear_unit)
-    interleaving = _interleaving(chunks)
     grids = {}
     for parameter, of in names_of_parameters(chunks, topology).items():
         axis = _axis(parameter, of)
@@ -61,8 +62,8 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
             grids[of.name] = Grid(1, parameter.numel())
         else:
             ranks = topology.expert_tp if of.operator.is_expert else topology.tp
-            in_halves = is_gated and _holds_gates(of) and parameter not in interleaving
-            grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, in_halves)
+            is_halved = in_halves.get(parameter, is_gated and _is_first_layer(of.name, of.operator.is_expert))
+            grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, is_halved)
     return grids
 
 
@@ -70,6 +71,28 @@ def random_draws(config: TransformerConfig) -> str:
     """What of the model draws random numbers while it is trained, by the names of settings; empty if nothing does."""
     in_four_bits = ["products in four bits"] * multiplies_in_four_bits(config)
     return ", ".join([*drawing_settings(config), *in_four_bits])
+
+
+def draws_in(chunks: Sequence[torch.nn.Module]) -> str:
+    """As `random_draws`, of all modules: a tower for images or sound has a configuration and layers of its own.
+
+    Args:
+        chunks: The model chunks of this rank.
+    """
+    modules = [module for model in unwrap_model(list(chunks)) for module in model.modules()]
+    configs = [config for module in modules if (config := getattr(module, "config", None)) is not None]
+    found = dict.fromkeys(one for config in configs for one in random_draws(config).split(", ") if one)
+    of_settings = "dropout" in " ".join(found)  # layers of core are made of these
+    for module in modules:
+        own = {
+            "dropout": getattr(module, "p", 0.0) if isinstance(module, torch.nn.Dropout) and not of_settings else 0.0,
+            # Of core's RADIO, and of its audio.
+            "pos_dropout": getattr(module, "pos_dropout", None),
+            "has_cpe": getattr(module, "has_cpe", False) and not getattr(module, "force_cpe_eval_mode", False),
+            "dither": getattr(module, "dither", None),
+        }
+        found |= {f"{name} {value}": None for name, value in own.items() if value}
+    return ", ".join(found)
 
 
 def drawing_settings(config: TransformerConfig) -> list[str]:
@@ -91,20 +114,32 @@ def _axis(parameter: torch.nn.Parameter, of: GlobalName) -> int | None:
     return axis
 
 
-def _holds_gates(of: GlobalName) -> bool:
-    return of.name.endswith((*_GATED, *_GATED_SHARED)) or (of.operator.is_expert and "linear_fc1." in of.name)
+def _is_first_layer(name: str, of_expert: bool) -> bool:
+    return name.endswith((*_GATED, *_GATED_SHARED)) or (of_expert and "linear_fc1." in name)
 
 
-def _interleaving(chunks: Sequence[torch.nn.Module]) -> set[torch.nn.Parameter]:
-    """By the names that modules give them: of experts those in groups alone look at the setting."""
-    models = unwrap_model(list(chunks))
-    parts = [
-        part
-        for part, settings in _INTERLEAVING.items()
-        if all(getattr(models[0].config, setting, None) for setting in settings)
-    ]
-    named = (each for model in models for each in model.named_parameters())
-    return {parameter for name, parameter in named if any(part in name for part in parts)}
+def _in_halves(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, bool]:
+    """Of the parameters of each first layer whether gates stand before values, as the module that has it says: a tower
+    for images has a configuration of its own, which may have no gates where the language model has some."""
+    models, found = unwrap_model(list(chunks)), dict[torch.nn.Parameter, bool]()
+    for where, module in (each for model in models for each in model.named_modules()):
+        layer: Any = getattr(module, "linear_fc1", None)
+        config: Any = getattr(module, "config", None)
+        if not isinstance(layer, torch.nn.Module):
+            continue
+        if not hasattr(config, "gated_linear_unit"):
+            config = models[0].config
+        # By the names that modules give them: of experts those in groups alone look at the setting.
+        alternates = any(
+            f".{where}.linear_fc1.".endswith(part) and all(getattr(config, setting, None) for setting in settings)
+            for part, settings in _INTERLEAVING.items()
+        )
+        for name, parameter in layer.named_parameters():
+            is_first = isinstance(module, MLP) or _is_first_layer(
+                f"{where}.linear_fc1.{name}", ".experts." in f".{where}."
+            )
+            found[parameter] = bool(config.gated_linear_unit) and is_first and not alternates
+    return found
 
 
 def _grid(name: str, shape: tuple[int, ...], axis: int, ranks: int, in_halves: bool) -> Grid:

@@ -30,7 +30,7 @@ from ..megatron_state.megatron import (
 )
 from ..megatron_state.module_tree import ties_embeddings
 from ..megatron_state.optimizer_state import allocate_optimizer_state
-from ..megatron_state.partitions import check_complete, random_draws, tensor_grids
+from ..megatron_state.partitions import check_complete, draws_in, tensor_grids
 from ..megatron_state.quantization import allocate_quantization_state, quantization_tensors
 from ..policy.resharding import RecordKey
 from ..ports import Clock, Execution, Json, NoRoom, TrainerState, Transport
@@ -137,7 +137,7 @@ class LiveState:
         tensors = [LiveTensor(one.record, RecordKey.parse(one.key), one.in_forward) for one in self._stored]
         scalars = self._training.trainer.scalars()
         model, grids = unwrap_model(chunks[0]), tensor_grids(chunks, topology)
-        draws, tied = random_draws(model.config), ties_embeddings(model)
+        draws, tied = draws_in(chunks), ties_embeddings(model)
         return LiveLayout(self._rank, topology, facts, tuple(tensors), grids, scalars, draws, tied)
 
     def dtypes(self) -> Mapping[str, str]:
