@@ -8,6 +8,7 @@ import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import combinations
 from typing import Any
@@ -86,7 +87,19 @@ class _PickledClass:
 class _IndexUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))
-        self._names = _allowed_names()
+        self._names, self._left = _allowed_names(), len(data)
+        self._names["torch", "Size"] = partial(self._copied, tuple)
+        self._names["collections", "OrderedDict"] = partial(self._copied, dict)
+
+    def _copied(self, kind: Callable[..., Any], *given: Any) -> Any:
+        """As `kind`; each element of an index stands in it once: copies of others are none of its own."""
+        self._left -= sum(map(len, given))
+        if self._left < 0:
+            raise UnreadableCheckpoint(
+                "the index (.metadata) copies more than is in it: it is damaged, or made to fill the memory; take"
+                " another iteration"
+            )
+        return kind(*given)
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -105,8 +118,6 @@ def _allowed_names() -> dict[tuple[str, str], Callable[..., Any]]:
     names: dict[tuple[str, str], Callable[..., Any]] = {
         (module, name): type(name, (_PickledClass,), {}) for module, found in _RECORDS.items() for name in found
     }
-    names["torch", "Size"] = tuple
-    names["collections", "OrderedDict"] = dict
     names["torch.serialization", "_get_layout"] = lambda name: name
     # Some releases of Python 3.11 pickle enum members as getattr(class, name).
     names["builtins", "getattr"] = lambda owner, name: _PickledClass(owner, name)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.storage.manifest import RunningChecksum, is_keyed, sealed, unsealed
+from megatron.core.dist_checkpointing.moe.storage.manifest import BODY, RunningChecksum, is_keyed, sealed, unsealed
 from megatron.core.dist_checkpointing.moe.storage.small_files import open_regular
 from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 
 from .framed import decoded
-from .names import COMMON, read_if_there
+from .names import COMMON, DOUBTFUL, FORMAT, INDEX, read_if_there
 
 if TYPE_CHECKING:
     from .dense import DenseCheckpoint
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NAME = "moe_ckpt_integrity.json"
 OWN_FILES = "moe_ckpt_"
 """How the names of all files begin that are added to those of Megatron-Core."""
+_READ = frozenset({COMMON, INDEX, FORMAT, DOUBTFUL})
+"""Other files for which a loader looks by name."""
 FORMAT_VERSION = 1
 
 _KEY = "integrity"
@@ -146,8 +148,8 @@ def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] 
     """As `read`; `common` is the part of the checkpoint that is the same on all ranks.
 
     Raises UnreadableCheckpoint also if the integrity file is missing although the checkpoint was saved with one, or
-    although this process has a secret, without which anybody could have made the checkpoint; then also for a file that
-    was added to it.
+    although this process has a secret, without which anybody could have made the checkpoint; and for a file that was
+    added to it, which would be loaded.
     """
     sums = read(directory)
     metadata = common.get("content_metadata")
@@ -155,8 +157,11 @@ def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] 
         raise UnreadableCheckpoint(
             f"{directory} has no {NAME}, so it is not signed, and anybody may have made it: {UNSIGNED}"
         )
-    if sums is not None and is_keyed():
-        _refuse_added(directory, sums)
+    if sums is not None and (added := _added(directory, sums)):
+        raise UnreadableCheckpoint(
+            f"{added[0]} was not there when {directory.name} was {'signed' if is_keyed() else 'saved'}, and would"
+            " change the state that is loaded: remove the file, or take another iteration"
+        )
     if sums is None and isinstance(metadata, Mapping) and metadata.get(MARK):
         raise UnreadableCheckpoint(
             f"{directory / NAME}, with which it was saved, is missing, so its bytes cannot be checked; put it back or"
@@ -165,18 +170,14 @@ def expected(directory: Path, common: Mapping[str, Any]) -> dict[Path, FileSum] 
     return sums
 
 
-def _refuse_added(directory: Path, sums: Collection[Path]) -> None:
-    """Raises UnreadableCheckpoint for a file that changes what is loaded, and was not there when it was signed."""
+def _added(directory: Path, sums: Collection[Path]) -> list[Path]:
+    """Files that a loader would read and that are not of this save, as where an older one was copied over. Raises
+    UnreadableCheckpoint."""
     try:
-        there = [path for path in directory.iterdir() if path.name == COMMON or path.name.startswith(OWN_FILES)]
+        there = [path for path in directory.iterdir() if path.name in _READ or path.name.startswith(OWN_FILES)]
     except OSError as error:
         raise UnreadableCheckpoint(f"{directory} cannot be read: {error}; take another iteration") from error
-    added = sorted(path for path in there if path not in sums and path.name != NAME)
-    if added:
-        raise UnreadableCheckpoint(
-            f"{added[0]} was not there when {directory.name} was signed, so anybody may have made it: remove the file,"
-            " or take another iteration"
-        )
+    return sorted(path for path in there if path not in sums and path.name != NAME)
 
 
 def sums_of(parts: Iterable[DenseCheckpoint]) -> dict[Path, FileSum]:
@@ -200,7 +201,8 @@ def identities(folders: Iterable[Path]) -> Identities:
         found = {path: path.stat() for folder in folders for path in folder.iterdir()}
     except OSError as error:
         raise UnreadableCheckpoint(f"{error.filename} cannot be read ({error.strerror}); try again") from error
-    return {path: (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for path, one in found.items()}
+    kept = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")  # the last is none that a writer chooses
+    return {path: tuple(getattr(one, name) for name in kept) for path, one in found.items()}
 
 
 def refuse_saved_again(before: Identities) -> None:
@@ -219,7 +221,7 @@ def seal(directory: Path, known: Sums | None = None) -> None:
         known: sums that were made while files were written; all other files are read.
 
     Raises:
-        UnreadableCheckpoint: a file in `known` is not there in the length that was written.
+        UnreadableCheckpoint: a file in `known` is not there in the length that was written; or one must not be signed.
         OSError: the folder cannot be read or written.
     """
     known = known or {}
@@ -233,8 +235,21 @@ def seal(directory: Path, known: Sums | None = None) -> None:
         # Core syncs what it writes with shards, and not its commit marker.
         with open_regular(directory / name, through_links=True) as file:
             os.fsync(file.fileno())
+    if is_keyed():
+        _refuse_bodies(directory, names)
     sums = {name: known[name] if name in known else file_sum(directory / name) for name in names}
     write_atomically(directory / NAME, encode(sums))
+
+
+def _refuse_bodies(directory: Path, names: Iterable[str]) -> None:
+    """Raises UnreadableCheckpoint for a file that is the body of a manifest: its signature, in the integrity file for
+    all to read, would be that of a snapshot which the job never made."""
+    for name in names:
+        with open_regular(directory / name, through_links=True) as file:
+            if file.read(len(BODY)) == BODY:
+                raise UnreadableCheckpoint(
+                    f"{directory / name} is no file of a checkpoint, and to sign it would sign a snapshot: remove it"
+                )
 
 
 def check(
@@ -261,7 +276,13 @@ def check(
         return (Damage(directory / NAME, "a checksum of its own", str(error)),)
     if sums is None:
         return None
-    return damaged({path: saved for path, saved in sums.items() if files is None or path.name in files}, advance)
+    found = damaged({path: saved for path, saved in sums.items() if files is None or path.name in files}, advance)
+    if files is not None:
+        return found
+    return (
+        *found,
+        *(Damage(path, "no such file, as none was saved", "it was added") for path in _added(directory, sums)),
+    )
 
 
 def damaged(sums: Mapping[Path, FileSum], advance: Advance = unwatched) -> tuple[Damage, ...]:

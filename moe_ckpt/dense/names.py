@@ -22,6 +22,9 @@ FORMAT = "metadata.json"
 COMMON = "common.pt"
 """What is the same on all ranks; since Megatron-Core 0.17 an object in the shards instead."""
 
+DOUBTFUL = ".moe_ckpt_doubtful"
+"""Empty, where the result of the next iteration was in doubt, which core runs again from this checkpoint alone."""
+
 RELEASE: Final = "release"
 """Folder of a checkpoint that continues from no iteration, and what the tracker says of it."""
 

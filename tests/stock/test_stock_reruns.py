@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from runs import differences, digest
 from stock_jobs import FULL, KILLED, Shape
 
-from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
+from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDATION, EXIT_CODE_RESUME_TO_DISAMBIGUATE
 
 BIASED = Shape(1, 1, 1, more=("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"))
 
@@ -33,6 +34,14 @@ def losing_numbers(at: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def on_another_node() -> Iterator[None]:
+    """Core looks whether results come out again elsewhere."""
+    here = os.uname()
+    with mock.patch.object(os, "uname", return_value=os.uname_result((here[0], "another", *here[2:]))):
+        yield
+
+
 @pytest.mark.ci
 def test_a_loss_that_is_not_a_number_ends_a_job_behind_its_recovery_with_the_state_before(
     new_job, tmp_path: Path
@@ -48,3 +57,7 @@ def test_a_loss_that_is_not_a_number_ends_a_job_behind_its_recovery_with_the_sta
     # Schedules know how long training is, and the rest has what core has found out.
     found = differences(digest(tmp_path / "struck", 4), digest(tmp_path / "straight", 4))
     assert found == ["scheduler", "other"]
+    # Memory has that iteration too, without the doubt: from there core would end with the first code for ever.
+    elsewhere = [partial(losing_numbers, 5), on_another_node]
+    outcome = job.run(*FULL, *save, *fault, hooks=elsewhere, codes={EXIT_CODE_FAILED_ON_RESULT_VALIDATION})
+    assert "Second rerun: unexpected result is reproducible on a different GPU" in outcome.said

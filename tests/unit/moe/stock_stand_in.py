@@ -303,7 +303,7 @@ class Manager:
         return self
 
     def resume(
-        self, load: Any, newest: int, *, asked_for: bool, run_again: Any = None, in_part: bool, lacks: bool
+        self, load: Any, newest: int, *, asked_for: bool, run_again: Any = None, in_part: bool, **_kind: bool
     ) -> int:
         self.loads_in_part = in_part
         if self.iteration:

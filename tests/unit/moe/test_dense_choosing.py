@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -57,6 +58,25 @@ def told(args: Namespace) -> tuple[Any, Any]:
 def test_an_intact_newest_checkpoint_is_left_to_megatron(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     assert told(arguments(tmp_path)) == (None, None)
+
+
+@pytest.mark.parametrize("way", ["saved again", "over it, with its time"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_taken_for_what_was_compared(
+    way: str, tmp_path: Path
+) -> None:
+    save(tmp_path, 2, 4)
+    shard = tmp_path / "iter_0000004" / "__0_0.distcp"
+
+    def load() -> None:
+        with intact_checkpoint(arguments(tmp_path)):
+            before = shard.stat()
+            if way == "saved again":
+                shard.unlink()
+            shard.write_bytes(b"5")
+            os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    with pytest.raises(UnreadableCheckpoint, match="was saved again while it was read"):
+        load()
 
 
 def test_a_damaged_one_is_passed_by_and_what_was_never_announced_is_no_substitute(tmp_path: Path) -> None:

@@ -226,6 +226,17 @@ def test_an_index_cannot_reach_functions_through_an_allowed_class(content: Conte
         open_dense(directory)
 
 
+def test_an_index_that_copies_one_list_again_and_again_is_refused_before_it_fills_the_memory(
+    content: Content, save: Save, tmp_path: Path
+) -> None:
+    directory = save(content, tmp_path / "saved")
+    one = b"\x80\x04](" + b"K\x01" * 1000 + b"e\x94"  # a list that is remembered
+    copies = b"".join(b"\x8c\x05torch\x8c\x04Size\x93h\x00\x85R" for _ in range(1000))
+    (directory / ".metadata").write_bytes(one + copies + b".")
+    with pytest.raises(UnreadableCheckpoint, match="copies more than is in it"):
+        open_dense(directory)
+
+
 def test_an_index_that_points_outside_the_checkpoint_is_refused(content: Content, save: Save, tmp_path: Path) -> None:
     directory = save(content, tmp_path / "saved")
     data = (directory / ".metadata").read_bytes()

@@ -15,7 +15,9 @@ from megatron.core.dist_checkpointing.moe.dense_saves import choosing as loading
 from megatron.core.dist_checkpointing.moe.dense_saves import writing
 from megatron.core.dist_checkpointing.moe.dense_saves.writing import RankFailure
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
-from megatron.core.dist_checkpointing.moe.storage.manifest import framed, unframed, use_secret
+from megatron.core.dist_checkpointing.moe.ports import Facts, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.storage.manifest import Manifest, framed, unframed, unsealed, use_secret
+from megatron.core.dist_checkpointing.moe.storage.manifest import encode as encode_manifest
 from megatron.pretrain.testing import cpu_device
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.integrity import FileSum, check, decode, encode, expected, seal, shares
@@ -139,7 +141,7 @@ def test_a_checkpoint_that_says_that_it_has_the_file_must_have_it(folder: Path) 
         expected(folder, {"content_metadata": {integrity.MARK: 1}})
 
 
-@pytest.mark.parametrize("name", [chain.MANIFEST, "common.pt"])
+@pytest.mark.parametrize("name", [chain.MANIFEST, "common.pt", ".moe_ckpt_doubtful"])
 def test_with_a_secret_a_file_that_changes_what_is_loaded_cannot_be_added(name: str, folder: Path) -> None:
     try:
         use_secret(b"sixteen bytes or more")
@@ -148,6 +150,37 @@ def test_with_a_secret_a_file_that_changes_what_is_loaded_cannot_be_added(name: 
         (folder / name).write_bytes(b"of another iteration, or of anybody")
         with pytest.raises(UnreadableCheckpoint, match=f"{name} was not there when .* was signed"):
             expected(folder, {})
+    finally:
+        use_secret(None)
+
+
+@pytest.mark.parametrize("name", [chain.MANIFEST, "common.pt", ".moe_ckpt_doubtful"])
+def test_a_file_of_an_older_save_that_lies_over_this_one_is_named(name: str, folder: Path) -> None:
+    """As where a folder was copied over another one: core would take `common.pt` before the state in the shards."""
+    seal(folder)
+    (folder / "notes.txt").write_text("of a person, which nobody loads")
+    assert expected(folder, {}) is not None and check(folder) == ()
+    (folder / name).write_bytes(b"of another iteration")
+    with pytest.raises(
+        UnreadableCheckpoint, match=f"{name} was not there when .* was saved, and would change the state"
+    ):
+        expected(folder, {})
+    (damage,) = check(folder) or ()
+    assert (damage.path.name, damage.found) == (name, "it was added")
+
+
+@pytest.mark.parametrize("key", ["integrity", "manifest"])
+def test_the_secret_signs_no_file_that_could_be_made_a_manifest_with_its_signature(key: str, folder: Path) -> None:
+    try:
+        use_secret(b"sixteen bytes or more")
+        made = Manifest(SnapshotId(1, 0), Facts("job"), "segment-000.bin", Layout.of([]), ())
+        body = encode(SUMS) if key == "integrity" else encode_manifest(made)
+        inner = unsealed(key, body, "it", "sign it")
+        assert inner is not None
+        (folder / "__0_0.distcp").write_bytes(inner)
+        with pytest.raises(UnreadableCheckpoint, match="to sign it would sign a snapshot: remove it"):
+            seal(folder)
+        assert not (folder / integrity.NAME).exists()
     finally:
         use_secret(None)
 

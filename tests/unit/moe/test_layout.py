@@ -197,6 +197,13 @@ def test_a_manifest_is_read_back_exactly(layout: Layout, some: Facts, iteration:
     assert encode(found) == encode(manifest)
 
 
+def test_a_manifest_in_a_spelling_that_no_job_writes_is_refused() -> None:
+    body = manifest.unframed("manifest", encode(MANIFEST))
+    assert body is not None and decode(manifest.framed("manifest", body), "file") == MANIFEST
+    with pytest.raises(UnreadableCheckpoint, match="no job writes a manifest so"):
+        decode(manifest.framed("manifest", b" " + body), "file")
+
+
 @pytest.mark.parametrize("value", [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, 2**-1074 * 3])
 def test_every_float_is_read_back_with_the_same_bits(value: float) -> None:
     manifest = Manifest(MANIFEST.snapshot, Facts("job", scalars={"x": [value]}), "s", Layout.of([]), ())

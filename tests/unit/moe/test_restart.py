@@ -44,6 +44,7 @@ def request_of(**given: Any) -> Any:
             "run_again": None,
             "in_part": False,
             "lacks": False,
+            "in_doubt": False,
             "survivors": 0,
         }
         | given
@@ -76,6 +77,16 @@ def test_an_older_snapshot_without_loss_beats_a_checkpoint_with_stale_experts(
     own, did = restart(RecoveryPlan(3, Scope.GLOBAL, (), (), lost_tokens=lost))
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     own.restore(trainer, request_of(lacks=True))
+    assert did == [began]
+
+
+@pytest.mark.parametrize(("target", "began"), [(4, "loaded"), (5, "restored")])
+def test_a_checkpoint_that_tells_of_a_doubtful_iteration_beats_snapshots_that_stand_before_it_too(
+    target: int, began: str
+) -> None:
+    own, did = restart(RecoveryPlan(target, Scope.GLOBAL, (), ()))
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    own.restore(trainer, request_of(in_doubt=True))
     assert did == [began]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,25 @@ def test_what_is_published_counts_once_the_tracker_names_it(directory: Checkpoin
     assert (directory.tracked(), directory.iterations()) == (3, [6, 3])
     directory.track(6)
     assert directory.tracked() == 6
+
+
+def test_nobody_else_reaches_into_what_will_be_signed_until_it_has_its_name(directory: CheckpointDirectory) -> None:
+    directory.root.mkdir()
+    directory.root.chmod(0o2775)  # of a group: what is made in it belongs to that group too
+    usual = directory.stage(1).stat().st_mode
+    staging = directory.stage(3, is_signed=True)
+    assert stat.S_IMODE(staging.stat().st_mode) == 0o700
+    directory.require_own(3)
+    directory.place(3)
+    assert directory.folder(3).stat().st_mode == usual
+
+
+def test_a_folder_that_took_the_place_of_one_that_will_be_signed_is_refused(directory: CheckpointDirectory) -> None:
+    staging = directory.stage(3, is_signed=True)
+    staging.rename(staging.with_name("elsewhere"))
+    staging.mkdir(0o700)
+    with pytest.raises(OSError, match="another folder was put in its place"):
+        directory.require_own(3)
 
 
 def test_publishing_an_iteration_again_replaces_it(directory: CheckpointDirectory) -> None:

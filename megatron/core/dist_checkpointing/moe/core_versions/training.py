@@ -195,6 +195,12 @@ def judging_results(note: Callable[[], None], put_back: Callable[[], None], *, f
         yield
 
 
+def is_in_doubt() -> bool:
+    """Whether core saves now to have the next start run a doubtful iteration again, elsewhere, and judge it."""
+    machine = vars(rerun_state_machine).get("_GLOBAL_RERUN_STATE_MACHINE")
+    return machine is not None and machine.state is rerun_state_machine.RerunState.WILL_RERUN_FROM_CHECKPOINT
+
+
 @contextlib.contextmanager
 def pages_as_noted(out_of_pages: bool) -> Iterator[None]:
     """A block with one iteration that is run again, maybe with fewer activations, and without pages.

@@ -19,6 +19,7 @@ from moe_ckpt.dense.integrity import NAME, FileSum, damaged, shares
 from moe_ckpt.dense.merged import open_merged
 from moe_ckpt.dense.names import (
     COMMON,
+    DOUBTFUL,
     FORMAT,
     INDEX,
     INFORMING_BYTES,
@@ -85,10 +86,12 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None
         The folder of that checkpoint; None where there is none.
 
     Raises:
-        UnreadableCheckpoint: On all ranks: there are checkpoints, and none that was asked for is intact.
+        UnreadableCheckpoint: On all ranks: there are checkpoints, and none that was asked for is intact; or, behind the
+            block, the one that was loaded was replaced meanwhile.
         UsageError: On all ranks: the tracker names no checkpoint.
     """
-    chosen = _chosen(on_rank_zero(lambda: _candidates(args, load_arg), (UsageError,)), args)
+    seen: dict[Path, tuple[int, ...]] = {}
+    chosen = _chosen(on_rank_zero(lambda: _candidates(args, load_arg), (UsageError,)), args, seen)
     if chosen is None:
         yield None
         return
@@ -98,6 +101,8 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None
         yield chosen.folder
     finally:
         vars(args).update(before)
+    # Megatron-LM has opened the files by name once more, after they were compared.
+    on_rank_zero(lambda: integrity.refuse_saved_again(seen), (UnreadableCheckpoint,))
 
 
 def has_chain(folder: Path) -> bool:
@@ -114,12 +119,20 @@ def has_stale_experts(folder: Path) -> bool:
     return chain is not None and not chain.is_complete
 
 
-def _chosen(candidates: list[_Loadable], args: Any) -> _Loadable | None:
-    """The first that is intact; None if there are none. Raises UnreadableCheckpoint. A collective."""
+def is_doubtful(folder: Path) -> bool:
+    """Whether a checkpoint was saved to have a doubtful iteration run again from it."""
+    return (folder / DOUBTFUL).is_file()
+
+
+def _chosen(candidates: list[_Loadable], args: Any, seen: dict[Path, tuple[int, ...]]) -> _Loadable | None:
+    """The first that is intact; None if there are none. Raises UnreadableCheckpoint. A collective.
+
+    seen: gets on rank 0 what tells its files apart from later ones.
+    """
     refused: list[str] = []
     for candidate in candidates:
         try:
-            _require_intact(candidate, args)
+            _require_intact(candidate, args, seen)
         except (UnreadableCheckpoint, RankFailure) as error:
             refused.append(f"{candidate.name}: {error}")
             continue
@@ -135,9 +148,16 @@ def _chosen(candidates: list[_Loadable], args: Any) -> _Loadable | None:
     return None
 
 
-def _require_intact(candidate: _Loadable, args: Any) -> None:
+def _require_intact(candidate: _Loadable, args: Any, seen: dict[Path, tuple[int, ...]]) -> None:
     """Raises UnreadableCheckpoint or RankFailure, on all ranks."""
-    sums = on_rank_zero(lambda: _sums(candidate.folder, args), (UnreadableCheckpoint,))
+
+    def look() -> Mapping[Path, FileSum] | None:
+        found = _sums(candidate.folder, args)
+        seen.clear()
+        seen.update(integrity.identities({candidate.folder, *(path.parent for path in found or ())}))
+        return found
+
+    sums = on_rank_zero(look, (UnreadableCheckpoint,))
     if sums is None:
         _warn("%s has no %s: it is loaded without being verified", candidate.folder, NAME)
     else:

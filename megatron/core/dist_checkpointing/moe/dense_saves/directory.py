@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +26,7 @@ class CheckpointDirectory:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
+        self._private: dict[int, tuple[int, os.stat_result]] = {}  # of an iteration: its mode before, and its folder
 
     def folder(self, step: Step) -> Path:
         """Where the checkpoint of an iteration, or the release, is, once published."""
@@ -42,12 +46,13 @@ class CheckpointDirectory:
             return None
         return RELEASE if named == RELEASE else int(named.removeprefix("iter_"))
 
-    def stage(self, iteration: int, keep: frozenset[int] = frozenset()) -> Path:
+    def stage(self, iteration: int, keep: frozenset[int] = frozenset(), *, is_signed: bool = False) -> Path:
         """An empty hidden folder to write an iteration into. What killed saves left behind is removed.
 
         Args:
             iteration: The iteration that is saved.
             keep: Iterations that are still being written.
+            is_signed: Whether its files will be signed: then nobody else reaches into it until they are.
 
         Raises:
             OSError: The folder cannot be made.
@@ -58,7 +63,21 @@ class CheckpointDirectory:
             shutil.rmtree(other, ignore_errors=True)
         staging = self.staging(iteration)
         staging.mkdir()
+        if is_signed:
+            mode = stat.S_IMODE(staging.stat().st_mode)
+            with suppress(OSError):  # storage that has no modes
+                staging.chmod(0o700)
+            found = staging.stat()
+            if stat.S_IMODE(found.st_mode) == 0o700:
+                self._private[iteration] = mode, found
         return staging
+
+    def require_own(self, iteration: int) -> None:
+        """See that nobody has put another folder in place of one that will be signed. Raises OSError."""
+        if iteration in self._private:
+            was, now = self._private[iteration][1], self.staging(iteration).lstat()
+            if (was.st_dev, was.st_ino, was.st_mode) != (now.st_dev, now.st_ino, now.st_mode):
+                raise OSError(errno.EPERM, "another folder was put in its place", str(self.staging(iteration)))
 
     def staging(self, iteration: int) -> Path:
         """The hidden folder in which `iteration` is written."""
@@ -82,6 +101,8 @@ class CheckpointDirectory:
         """Make the staged `iteration` visible; the tracker stays as it is. Raises OSError."""
         staging, final = self.staging(iteration), self.folder(iteration)
         replaced = staging.with_suffix(REPLACED)
+        if iteration in self._private:
+            staging.chmod(self._private.pop(iteration)[0])
         sync_directory(staging)
         if is_there := final.exists():
             final.rename(replaced)

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import validation
 from moe_ckpt.dense.dense import require_complete
 from moe_ckpt.dense.integrity import FORMAT_VERSION, MARK, FileSum, seal
+from moe_ckpt.dense.names import DOUBTFUL
 
 from ..errors import format_error
+from ..storage.manifest import is_keyed
 from .directory import CheckpointDirectory
 from .writing import Finishing, RankFailure, finish, raise_on_all_ranks, summed, take_sums, write_now
 
@@ -48,6 +50,7 @@ class _BegunSave:
     directory: CheckpointDirectory
     iteration: int
     addition: Addition | None = None
+    in_doubt: bool = False
 
     @property
     def staging(self) -> Path:
@@ -86,7 +89,13 @@ class DenseSaves:
         return self._published.get(Path(root)) == iteration
 
     def checkpoint(
-        self, root: str | Path, iteration: int, save: Callable[[], Any], addition: Addition | None = None
+        self,
+        root: str | Path,
+        iteration: int,
+        save: Callable[[], Any],
+        addition: Addition | None = None,
+        *,
+        in_doubt: bool = False,
     ) -> Any:
         """Save a checkpoint.
 
@@ -95,11 +104,12 @@ class DenseSaves:
             iteration: The iteration that is saved.
             save: Saves it below `root`.
             addition: What adds files of its own; None: nothing does.
+            in_doubt: Whether core saves to have a doubtful iteration run again.
 
         Returns:
             What `save` returns; None where it could not be saved.
         """
-        begun = _BegunSave(CheckpointDirectory(root), iteration, addition)
+        begun = _BegunSave(CheckpointDirectory(root), iteration, addition, in_doubt)
         try:
             self._prepare(begun)
             self._begun = begun
@@ -162,7 +172,7 @@ class DenseSaves:
         problem = None
         if dist.get_rank() == 0:
             try:
-                begun.directory.stage(begun.iteration, keep - {begun.iteration})
+                begun.directory.stage(begun.iteration, keep - {begun.iteration}, is_signed=is_keyed())
             except OSError as error:
                 problem = format_error(error)
         raise_on_all_ranks(problem)
@@ -184,9 +194,13 @@ class DenseSaves:
             require_complete(begun.staging)
             if begun.addition is not None:
                 begun.addition.complete(begun.staging, begun.iteration)
+            if begun.in_doubt:
+                (begun.staging / DOUBTFUL).touch()
             if hashes:
                 validation.save_integrity_manifest(str(begun.staging))
+            begun.directory.require_own(begun.iteration)
             seal(begun.staging, sums)
+            begun.directory.require_own(begun.iteration)  # what was read to be signed was in it, too
             begun.directory.place(begun.iteration)
 
     def _published_everywhere(self, begun: _BegunSave) -> None:

@@ -34,6 +34,7 @@ from ..core_versions.training import replaced
 from ..errors import MoECheckpointError, UnreadableCheckpoint, format_error, ranks_named
 from ..storage.manifest import is_keyed, use_secret
 from ..storage.small_files import read_secret, read_small
+from ..storage.system import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def _write_and_sum(
             use_secret(read_secret(secret))
         shards = ((path, _SHARD.fullmatch(path.name)) for path in Path(folder).iterdir())
         own = [path for path, match in shards if match is not None and int(match[1]) == rank]
-        Path(folder, _SUMS.format(rank=rank)).write_bytes(encode({path.name: file_sum(path) for path in own}))
+        write_atomically(Path(folder, _SUMS.format(rank=rank)), encode({path.name: file_sum(path) for path in own}))
     return result
 
 

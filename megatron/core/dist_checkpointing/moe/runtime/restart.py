@@ -121,9 +121,11 @@ class Restart:
         return self.recovery.look()
 
     def _leads_beyond(self, request: Request, plan: RecoveryPlan) -> bool:
-        """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something, and
-        of any where the checkpoint alone does."""
+        """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something or
+        the checkpoint alone tells of a doubt, and of any where the checkpoint alone loses something."""
         loses = bool(plan.lost_tokens) and not request.in_part
+        if plan.target == request.newest and request.in_doubt:
+            return False
         return plan.target >= request.newest + loses or (request.lacks and not loses)
 
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:

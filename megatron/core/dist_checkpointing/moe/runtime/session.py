@@ -28,8 +28,8 @@ type RunAgain = Callable[[PreviousWindow, Callable[[Path], None]], int]
 class Request:
     """Where training may begin, if not from a snapshot: the arguments of `MoECheckpointManager.resume`.
 
-    in_part: whether `load` leaves some of the state as it is. lacks: whether the checkpoint does. survivors: how many
-    ranks have kept their processes, and can load nothing.
+    in_part: whether `load` leaves some of the state as it is. lacks: whether the checkpoint does. in_doubt: whether it
+    alone can tell of a doubtful iteration. survivors: how many ranks have kept their processes, and can load nothing.
     """
 
     load: Callable[[], int] | None = None
@@ -38,6 +38,7 @@ class Request:
     run_again: RunAgain | None = None
     in_part: bool = False
     lacks: bool = False
+    in_doubt: bool = False
     survivors: int = 0
 
 

@@ -16,10 +16,11 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.utils import unwrap_model
 from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
 
-from ..core_versions.training import replaced, saving_without_padding
-from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint
+from ..core_versions.training import is_in_doubt, replaced, saving_without_padding
+from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint, is_doubtful
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
+from ..dense_saves.writing import on_rank_zero
 from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
@@ -149,7 +150,8 @@ class StockSaves:
         root = None if call["release"] or not self._protects else self._root(transient=call["non_persistent_ckpt"])
         if root is None:
             return call.go_on()
-        result = self._saves.checkpoint(root, call["iteration"], partial(self._save, call, root), self._experts)
+        save = partial(self._save, call, root)
+        result = self._saves.checkpoint(root, call["iteration"], save, self._experts, in_doubt=is_in_doubt())
         if not (getattr(self._args, "async_save", False) or self._saves.has(root, call["iteration"])):
             self._args.log_progress = False  # or the loop writes down that it was saved
         return result
@@ -224,6 +226,16 @@ def newest_checkpoint(args: Any) -> tuple[int, bool, bool]:
         lacks[0] = lacks[0] or has_stale_experts(CheckpointDirectory(args.load).folder(newest))
     torch.distributed.broadcast_object_list(lacks, src=0)
     return newest, asked_for, bool(lacks[0])
+
+
+def is_of_doubt(folder: str, iteration: int) -> bool:
+    """Whether core saved a checkpoint to have a doubtful iteration run again from it. A collective.
+
+    Args:
+        folder: The folder of all checkpoints.
+        iteration: The iteration of this one.
+    """
+    return on_rank_zero(lambda: is_doubtful(CheckpointDirectory(folder).folder(iteration)))
 
 
 def newest_iteration(folder: str | None) -> int:

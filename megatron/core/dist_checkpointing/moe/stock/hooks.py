@@ -46,7 +46,7 @@ from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
 from . import flags
-from .dense import LOST, StockSaves, newest_checkpoint, newest_iteration, written_folder
+from .dense import LOST, StockSaves, is_of_doubt, newest_checkpoint, newest_iteration, written_folder
 from .iteration import (
     CommonIterations,
     DeferredSaves,
@@ -250,6 +250,7 @@ class Hooks:
         newest, asked_for, lacks = newest_checkpoint(args) if load is not None else (-1, False, False)
         load_newest = None if load is None else functools.partial(load_with, load)
         where = {"asked_for": asked_for, "lacks": lacks, "in_part": bool(args.finetune or args.no_load_optim)}
+        where["in_doubt"] = newest >= 0 and is_of_doubt(args.load, newest)
         try:
             iteration = manager.resume(load_newest, newest, run_again=run_again, **where)
         except UsageError as error:

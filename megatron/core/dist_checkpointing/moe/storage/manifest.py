@@ -83,6 +83,10 @@ def unkeyed() -> Iterator[None]:
         _Job.secret = secret
 
 
+BODY = b'{"format":'
+"""How each body begins that is sealed as a line of JSON, and no file of a checkpoint."""
+
+
 class RunningChecksum:
     """`checksum` of bytes that come one block after the other."""
 
@@ -324,6 +328,8 @@ _PARSED = _ParsedManifests(1 << 24)
 
 
 def _parsed(body: bytes) -> Manifest:
+    if not body.startswith(BODY):  # another spelling could be a file that was signed as such
+        raise UnreadableCheckpoint("no job writes a manifest so")
     # json.loads and not msgspec's decoder: it finds members that stand twice, and reads integers of any size.
     value = json.loads(body, object_pairs_hook=_json_value, parse_constant=_refuse_constant)
     _check_version(convert(value, _Version).format)
