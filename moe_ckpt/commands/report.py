@@ -64,13 +64,11 @@ def report(paths: tuple[Path, ...], out: Path, watch: bool, port: int, every_s: 
     _check_output(out)
     out = Path(os.path.realpath(out))
     page = render(read_runs(paths), time.time())
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
+
     try:
-        aside.write_text(page, encoding="utf-8")
-        aside.replace(out)
+        write_atomically(out, page.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
     click.echo(f"{out}: {len(page.encode()) / 1e6:.2f} MB")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from moe_ckpt.report import show
 
 from .values import Duration
@@ -73,5 +76,11 @@ def status(
 def _default_place() -> Path:
     from megatron.core.dist_checkpointing.moe.storage.ownership import default_memory_folder
 
-    of_job = Path("/dev/shm") / f"moe-ckpt-job-{os.environ.get('SLURM_JOB_ID')}"
-    return of_job if of_job.is_dir() else default_memory_folder()
+    of_job, of_user = Path("/dev/shm") / f"moe-ckpt-job-{os.environ.get('SLURM_JOB_ID')}", default_memory_folder()
+    for folder in (of_job, of_user):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = os.lstat(folder)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise UsageError(f"{folder} was made by another user: name the folder of the job")
+            return folder
+    return of_user

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -359,6 +360,18 @@ def test_a_rank_owned_by_a_live_process_is_refused_and_adopted_when_that_was_kil
     ):
         new_store("memory", place)
     new_store("memory", place).close()
+
+
+def test_a_rank_that_comes_back_in_its_own_process_waits_for_a_job_that_only_looks_whose_the_folder_is(
+    place: Path,
+) -> None:
+    new_store("memory", place).close()
+    (owner,) = place.glob(f"{JOB}/*/owner.json")
+    looks = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.lockf(file, fcntl.LOCK_SH); print(flush=True)"
+    command = [sys.executable, "-c", f"{looks}; time.sleep(0.3)", str(owner)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as looking:
+        assert looking.stdout is not None and looking.stdout.readline() == b"\n"
+        new_store("memory", place).close()
 
 
 def test_a_memory_dir_in_use_by_another_job_is_refused_and_left_as_it_was(place: Path) -> None:

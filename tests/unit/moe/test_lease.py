@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -15,6 +16,7 @@ import fsspec
 import msgspec
 import pytest
 
+from megatron.core.dist_checkpointing.moe.boot_clock import is_ending
 from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UsageError
 from megatron.core.dist_checkpointing.moe.storage import lease as leases
 from megatron.core.dist_checkpointing.moe.storage.lease import (
@@ -102,6 +104,27 @@ def test_a_process_with_the_number_of_one_that_ended_is_another_one() -> None:
     assert holder.is_gone
 
 
+def test_a_process_may_have_any_name() -> None:
+    """The system cuts names off behind 15 bytes, which may be in the middle of a character."""
+    name, own = Path("/proc/self/comm"), Path(f"/proc/{os.getpid()}/task/{os.getpid()}/comm")
+    was, before = own.read_bytes(), started(os.getpid())
+    try:
+        own.write_bytes(b"a) b \xff")
+        assert b"\xff" in name.read_bytes()
+        assert started(os.getpid()) == before > 0
+        assert not is_ending(os.getpid())
+    finally:
+        own.write_bytes(was.strip())
+
+
+def test_what_a_lease_of_others_says_is_one_line(tmp_path: Path) -> None:
+    job = Holder.here("x\nERROR: all is lost")
+    left_by(tmp_path, msgspec.structs.replace(job, process=OWN_PARENT, host="y\n\x1b[31m" * 9, since="2026\n"))
+    with pytest.raises(UsageError, match="is in use by job") as refused:
+        Lease(str(tmp_path), Holder.here("b"), wait=never).acquire()
+    assert str(refused.value).isprintable()
+
+
 def test_a_process_number_of_another_container_or_boot_proves_nothing() -> None:
     far = elsewhere()
     assert judged(far, Holder.here("b")) is Verdict.WATCH and not far.is_gone
@@ -177,6 +200,22 @@ def test_between_two_attempts_of_a_job_no_other_one_steps_in(tmp_path: Path) -> 
     assert judged(msgspec.structs.replace(dead, launcher=GONE), Holder.here("b")) is Verdict.TAKE
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_an_attempt_that_fails_before_it_trains_keeps_the_lease_for_the_next_one(began: bool, tmp_path: Path) -> None:
+    attempt = Holder.here("a", OWN_PARENT, ("agent",))
+    if began:
+        first = Lease(str(tmp_path), attempt, wait=never)
+        first.acquire()
+        first.leave()
+    second = Lease(str(tmp_path), attempt, wait=never)
+    second.acquire()
+    second.give_back()
+    other = Lease(str(tmp_path), Holder.here("b"), wait=never)
+    with pytest.raises(UsageError, match="job 'a'") if began else contextlib.nullcontext():
+        other.acquire()
+        other.release()
+
+
 def test_what_a_process_left_to_its_next_attempt_is_not_held_by_it(place: str) -> None:
     first = Lease(place, msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT), wait=lambda _: None)
     first.acquire()
@@ -186,13 +225,16 @@ def test_what_a_process_left_to_its_next_attempt_is_not_held_by_it(place: str) -
     second.release()
 
 
-def test_the_flag_takes_a_lease_from_the_job_that_it_names_and_from_no_other(tmp_path: Path) -> None:
+def test_the_flag_takes_a_lease_from_the_job_that_it_names_and_from_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     living = msgspec.structs.replace(Holder.here("a"), process=OWN_PARENT)
     left_by(tmp_path, living)
     with pytest.raises(UsageError):
         Lease(str(tmp_path), Holder.here("b"), "c", wait=never).acquire()
     lease = Lease(str(tmp_path), Holder.here("b"), "a", wait=never)
     lease.acquire()
+    assert "taking over the expired lease of job 'a'" in caplog.text
     lease.release()
 
 

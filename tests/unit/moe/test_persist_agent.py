@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Sna
 from megatron.core.dist_checkpointing.moe.snapshot.persisting import CopyOrder, carry_out, line_of, orders_from
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.lease import Holder, Lease
+from megatron.core.dist_checkpointing.moe.storage.lease_files import LEASE
 from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
@@ -153,6 +154,24 @@ def test_what_another_attempt_that_has_the_lease_since_has_sealed_is_not_replace
         assert reader.manifest.facts == (OTHER_ATTEMPT if has_sealed else FACTS)
     (line,) = capfd.readouterr().err.splitlines()
     assert ("was NOT finished: job 'job'" in line and "has written the" in line) is has_sealed
+
+
+def test_nothing_is_replaced_where_nobody_can_tell_who_has_the_lease(
+    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def does(memory: MemoryStore, agent: PersistAgent) -> None:
+        agent.announce([ordered(memory)])
+        with in_storage(tmp_path).reserve(NEWEST, LAYOUT) as writer:
+            for field in LAYOUT.fields:
+                writer.put(field.key, content(field.key))
+            writer.seal(OTHER_ATTEMPT)
+        os.mkfifo(tmp_path / "storage" / LEASE)
+
+    wait_for_agent(trainer(does), 30.0)
+    with in_storage(tmp_path).open(NEWEST) as reader:
+        assert reader.manifest.facts == OTHER_ATTEMPT
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "was NOT finished: " in line and "cannot be read: it is no regular file" in line
 
 
 @pytest.mark.ci

@@ -87,6 +87,14 @@ def test_a_link_in_place_of_a_folder_is_refused(base: Path, below: str) -> None:
     refused(base, f"{folder} is a link")
 
 
+@pytest.mark.parametrize("below", ["node-0", "node-0/job", "node-0/job/slot-000"])
+def test_a_file_in_place_of_a_folder_is_refused(base: Path, below: str) -> None:
+    folder = base / below
+    folder.rename(base.parent / "elsewhere")
+    folder.write_text("of somebody")
+    refused(base, f"{folder} is no folder, and belongs to user .*: name another")
+
+
 def test_a_link_in_place_of_a_segment_is_refused(base: Path) -> None:
     segment = base / "node-0/job/slot-000/segment-001.bin"
     segment.rename(base.parent / "elsewhere")
@@ -104,6 +112,14 @@ def test_a_folder_in_which_others_may_write_is_refused(base: Path, below: str, m
 def test_a_folder_that_others_could_exchange_is_refused(base: Path) -> None:
     base.parent.chmod(0o777)
     refused(base, "insecure memory dir")
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o755, 0o1777], ids=oct)
+def test_a_folder_that_the_owner_of_the_one_around_it_could_exchange_is_refused(base: Path, mode: int) -> None:
+    os.chown(base.parent, STRANGER, STRANGER)
+    base.parent.chmod(mode)
+    refused(base, f"insecure memory dir {base}: {base.parent} belongs to user .*, who can put another folder in its")
 
 
 def test_what_is_refused_is_refused_before_any_of_it_is_read(base: Path) -> None:

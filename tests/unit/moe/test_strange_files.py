@@ -20,6 +20,7 @@ import torch
 import verify_places
 
 from megatron.core.dist_checkpointing.moe.dense_saves.choosing import _candidates
+from megatron.core.dist_checkpointing.moe.dense_saves.directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, UsageError
 from megatron.core.dist_checkpointing.moe.policy.lineage import Lineage
 from megatron.core.dist_checkpointing.moe.ports import SnapshotId
@@ -290,3 +291,13 @@ def test_damaged_notes_of_replays_are_said_once_and_put_aside(
     assert caplog.text.count(str(tmp_path / exactness.FILE)) == 1
     notes.add(NOTE)
     assert DivergenceNotes(tmp_path).read() == [NOTE]
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_whatever_lies_where_a_file_is_written_aside_is_not_written_through(kind: str, tmp_path: Path) -> None:
+    planted, victim = tmp_path / f".{TRACKER}.{os.getpid()}.tmp", tmp_path / "victim"
+    victim.write_text("of somebody")
+    planted.symlink_to(victim) if kind == "link" else os.mkfifo(planted)
+    CheckpointDirectory(tmp_path).track(12)
+    assert (tmp_path / TRACKER).read_text() == "12" and not (tmp_path / TRACKER).is_symlink()
+    assert victim.read_text() == "of somebody"

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.moe.policy.lifecycle import Protection, Pr
 from megatron.core.dist_checkpointing.moe.runtime import status as published
 from megatron.core.dist_checkpointing.moe.runtime.status import StatusBoard, readable
 from megatron.core.dist_checkpointing.moe.snapshot.coordinator import ProtectionReport
+from megatron.core.dist_checkpointing.moe.storage import ownership
 from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
 from megatron.pretrain.bound_store import bound_store
 from moe_ckpt.commands.main import commands
@@ -156,6 +157,16 @@ def test_the_memory_of_the_slurm_job_in_which_it_runs_is_looked_at_first(monkeyp
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-job-", dir="/dev/shm") as memory:
         monkeypatch.setenv("SLURM_JOB_ID", memory.rpartition("-")[2])
         assert memory in str(status().exception)
+
+
+def test_what_another_user_may_have_put_in_the_usual_place_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "planted"
+    planted.symlink_to(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(ownership, "default_memory_folder", lambda: planted)
+    assert f"{planted} was made by another user: name the folder of the job" in str(status().exception)
 
 
 def test_a_rank_that_says_nothing_for_long_is_silent() -> None:

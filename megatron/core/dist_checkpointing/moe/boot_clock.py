@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-_DEAD = ("Z", "X", "x")
+_DEAD = (b"Z", b"X", b"x")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,10 +43,15 @@ def machine() -> str:
 def started(process: int) -> int:
     """When a process started, in ticks since the machine did; -1 where it has ended."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(process)
     except OSError:
         return -1
     return -1 if fields[0] in _DEAD else int(fields[19])
+
+
+def _stat(process: int) -> list[bytes]:
+    """What the system says of a process, behind its name, which may be any bytes. Raises OSError."""
+    return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def is_there(process: ProcessKey) -> bool:
@@ -65,8 +70,9 @@ def is_ending(process: int) -> bool:
         process: Its number, of this machine.
     """
     try:
-        flags = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[6])
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+        flags = int(_stat(process)[6])
+        said = Path(f"/proc/{process}/status").read_text(errors="replace")
+        lines = dict(line.split(":", 1) for line in said.splitlines())
     except (OSError, ValueError):
         return False
     pending = int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)

@@ -327,7 +327,7 @@ class Leases:
             for lease in self._leases:
                 lease.acquire()
         except MoECheckpointError:
-            self.release()
+            self.give_back()
             raise
         return self._leases[0].name if self._leases and self._durable else ""
 
@@ -352,8 +352,13 @@ class Leases:
         for lease in self._leases:
             lease.check()
 
+    def give_back(self) -> None:
+        """Training never began: others may write there, unless an earlier attempt has left it to the next one."""
+        for lease in self._leases:
+            lease.give_back()
+
     def release(self) -> None:
-        """Training has ended well, or never began: others may write there."""
+        """Training has ended well: others may write there."""
         for lease in self._leases:
             lease.release()
 

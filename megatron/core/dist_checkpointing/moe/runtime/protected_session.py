@@ -125,7 +125,7 @@ class ProtectedSession(Session):
         self.held.callback(self.links.forget)
         # Over the transport with the longest patience: rank 0 may have to watch a lease for a while.
         leases = self.leases = self._reaching(lambda: Leases(config, self.training.save, place, run))
-        self.held.callback(lambda: leases.leave() if self._began else leases.release())
+        self.held.callback(lambda: leases.leave() if self._began else leases.give_back())
         acquired = self._reaching(leases.acquire)
         if config.persist_dir is not None:
             self._reaching(partial(leases.find, of_first(self.control, acquired, str)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import shlex
 import socket
 import threading
 import time
@@ -81,7 +82,9 @@ class Holder(msgspec.Struct, frozen=True):
         )
 
     def __str__(self) -> str:
-        return f"job {self.job!r:.80} (process {self.process[0]} on {self.host!s:.80}, since {self.since!s:.40})"
+        # Of a file that others may have written: no line of theirs is printed as one of this job.
+        host, since = (ascii(text)[1:-1] for text in (self.host, self.since))
+        return f"job {self.job!a:.80} (process {self.process[0]} on {host:.80}, since {since:.40})"
 
     def is_same_run(self, other: Holder) -> bool:
         """Whether one launcher at least has started both, which it does only one after the other."""
@@ -199,7 +202,7 @@ class Lease:
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._keep, daemon=True)
         self._thread.name = "moe-ckpt-lease"
         self.lost, self._is_told = "", False
-        self._is_held = False
+        self._is_held = self._is_inherited = False
         self._free: bytes | None = None  # until it is held: what it may be put in place of
 
     @property
@@ -274,6 +277,10 @@ class Lease:
         if self.lost:
             raise UsageError(self.lost)
 
+    def give_back(self) -> None:
+        """As it was found, since training did not begin: an earlier attempt of this job left it to the next one."""
+        self.leave() if self._is_inherited else self.release()
+
     def release(self) -> None:
         """Let other jobs write there."""
         if self._stopped():
@@ -301,6 +308,7 @@ class Lease:
             self._wait(self._place.settle_s)
             if self._place.read() != own:
                 return False
+        self._is_inherited = found is not None and found.job == self._own.job
         if found is not None and found.job != self._own.job:
             log.warning("%s: taking over the expired lease of %s", self._where, found)
         return True
@@ -310,9 +318,10 @@ class Lease:
             which, do = "this very job runs already", "end that run, or wait for its end"
         else:
             which, do = "another job writes there", "give this job a folder of its own, or end that one"
+        job = shlex.quote(found.job) if found.job.isprintable() else ascii(found.job)
         return (
-            f"{self._where} is in use by {found}: {which}; {do} (--moe-ckpt-take-over {found.job!s:.80} takes the"
-            " folder from it all the same)"
+            f"{self._where} is in use by {found}: {which}; {do} (--moe-ckpt-take-over {job:.80} takes the folder from"
+            " it all the same)"
         )
 
     @staticmethod

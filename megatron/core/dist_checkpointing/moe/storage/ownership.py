@@ -27,6 +27,7 @@ import psutil
 from ..boot_clock import is_ending, started
 from ..errors import UsageError, reason
 from .small_files import read_small
+from .system import unmapped_user
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,13 @@ def check_private(base: Path, *names: str, make: bool = False) -> None:
 def check_outside(base: Path) -> None:
     """Refuse a folder whose parent lets others put another folder in its place. Raises UsageError."""
     with suppress(FileNotFoundError):
-        mode = os.stat(base.parent).st_mode
+        found = os.stat(base.parent)
+        mode = found.st_mode
+        if found.st_uid not in (0, os.geteuid(), unmapped_user()):
+            raise UsageError(
+                f"insecure memory dir {base}: {base.parent} belongs to {_user(found.st_uid)}, who can put another"
+                " folder in its place; use a folder in /dev/shm"
+            )
         if mode & _OTHERS and not mode & stat.S_ISVTX:
             raise UsageError(
                 f"insecure memory dir {base}: {base.parent} is writable by others without the sticky bit (mode"
@@ -227,9 +234,10 @@ class Claim:
         began_s = time.monotonic()
         while not _takes(descriptor):
             owner, process = _said_by(descriptor)
-            # One that was killed with its launcher, and holds more than this lock; or, where that one is gone, another
-            # job's that only looks whose it is.
-            waits_s = ENDING_S if is_ending(process) else LOOKING_S if process and not psutil.pid_exists(process) else 0
+            # One that was killed with its launcher, and holds more than this lock; or, where that one is gone or is
+            # this process, which comes back in place, another job's that only looks whose it is.
+            is_free = process == os.getpid() or bool(process and not psutil.pid_exists(process))
+            waits_s = ENDING_S if is_ending(process) else LOOKING_S if is_free else 0
             if time.monotonic() < began_s + waits_s:
                 time.sleep(_TICK_S)
                 continue

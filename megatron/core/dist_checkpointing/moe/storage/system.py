@@ -407,6 +407,17 @@ def _parsed(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
+def unmapped_user() -> int:
+    """Whom files of users belong to that this container does not know, such as its own /dev/shm; root where it knows
+    all."""
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
+            return 0
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 # Files that appear whole or not at all: write aside, fsync, rename, fsync the folder.
 
 
@@ -419,7 +430,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb") as file:
+        aside.unlink(missing_ok=True)
+        # Its own file, in a folder where others may write: no link of theirs is followed, and no pipe waited for.
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # before the rename: a crash could keep the new name and lose the bytes

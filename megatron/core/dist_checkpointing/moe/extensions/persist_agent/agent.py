@@ -79,10 +79,12 @@ class PersistAgent:
             )
         finally:
             os.close(lock)
-        from ...storage.lease import holder_of
+        from ...errors import StoreFailure, UsageError
+        from ...storage.lease import name_in
 
-        holder = holder_of(place)
-        lease = "" if holder is None else holder.name
+        lease = None  # not known: then it is nobody's
+        with suppress(StoreFailure, UsageError):
+            lease = name_in(place)
         facts = {"slot": str(directory), "place": place, "rank": rank, "limit_s": limit_s, "lock": lock, "lease": lease}
         assert process.stdin is not None
         self._pipe, self._mutex = process.stdin, threading.Lock()
@@ -234,7 +236,7 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
     _skip_megatron_core()
     from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
-    from megatron.core.dist_checkpointing.moe.storage.lease import holder_of
+    from megatron.core.dist_checkpointing.moe.storage.lease import holder_of, name_in
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
     from megatron.core.dist_checkpointing.moe.storage.objects import open_durable
     from megatron.core.dist_checkpointing.moe.storage.slot_reader import SlotReader
@@ -257,11 +259,12 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
             nonlocal checked_s
             if time.monotonic() - checked_s < pause_s:
                 return
-            holder, checked_s = holder_of(str(facts["place"])), time.monotonic()
-            if holder is None or holder.name == facts["lease"]:
+            name, checked_s = name_in(str(facts["place"])), time.monotonic()  # raises where that cannot be read
+            if name in ("", facts["lease"]):
                 return
             with suppress(UnreadableCheckpoint), storage.open(order.manifest.snapshot):
-                raise StoreFailure(f"{holder} has written the {order.manifest.snapshot} to {facts['place']} since")
+                who = holder_of(str(facts["place"])) or "another attempt"
+                raise StoreFailure(f"{who} has written the {order.manifest.snapshot} to {facts['place']} since")
 
         for order in orders:
             check(order, 0.0)
