@@ -189,12 +189,14 @@ def _run_agent(options: argparse.Namespace) -> int:
 @contextmanager
 def _patient(nodes: NodeRange) -> Iterator[None]:
     """In this block nodes that join wait for the end of an iteration, where the number of nodes may change."""
+    from megatron.core.dist_checkpointing.moe.standby.verdict import kept_folder
     from megatron.pretrain.standby.growth import patient_nodes
 
     if nodes.least == nodes.most:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-joining-") as folder, patient_nodes(Path(folder)):
+    joining = tempfile.TemporaryDirectory(prefix="moe-ckpt-joining-")
+    with joining as folder, kept_folder(folder), patient_nodes(Path(folder)):
         yield
 
 

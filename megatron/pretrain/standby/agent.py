@@ -78,6 +78,10 @@ class StandbyAgent(NodeAgent):
         self._setup_healthcheck()
         self._hear()
         survivors, self._survivors = self._survivors, {}
+        # Those whose ranks are other nodes' now, as where the number of nodes changed: before others build in their
+        # memory. They wait for a slot, in which a signal that a loop only notes reaches nobody.
+        places = set(map(_identity, environments.values()))
+        self._end([survivors.pop(one) for one in [*survivors] if one not in places], signal.SIGKILL, KILL_TIMEOUT_S)
         self._await_standby(len(environments) - sum(one.exit_code is None for one in survivors.values()))
         # One that is not ready yet was started before, so it is ready sooner than a new process.
         self._standbys.sort(key=lambda standby: not standby.is_ready)
@@ -91,7 +95,6 @@ class StandbyAgent(NodeAgent):
             else:
                 self._slots[slot], how = self._started(environment), "is new"
             log.info("rank %s: pid %d %s", environment["RANK"], self._slots[slot].pid, how)
-        self._end(survivors.values(), signal.SIGTERM, self._shutdown_timeout)  # their ranks are other nodes' now
         return {slot: process.pid for slot, process in self._slots.items()}
 
     def _invoke_run(self, *arguments: Any, **options: Any) -> RunResult:

@@ -14,7 +14,12 @@ from torch.distributed.elastic.utils.store import barrier
 
 from megatron.core.dist_checkpointing.moe.errors import ranks_named
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER, this_launcher
-from megatron.core.dist_checkpointing.moe.standby.verdict import forget_verdict, has_verdict, leave_verdict
+from megatron.core.dist_checkpointing.moe.standby.verdict import (
+    forget_verdict,
+    has_strict_verdict,
+    has_verdict,
+    leave_verdict,
+)
 from megatron.pretrain.errors import InvalidInput
 from megatron.pretrain.spare_nodes import SpareHandler
 from megatron.pretrain.standby.meeting import NodeRankAgreement, WorkersStore
@@ -94,6 +99,8 @@ class NodeAgent(LocalElasticAgent):
         if self.told_to_end is not None:
             raise self.told_to_end
         result = self._seen(worker_group)
+        if result.is_failed() and has_strict_verdict():
+            return self._ended(worker_group)  # the others of this node failed with that rank
         refused = [rank for rank, one in (result.failures or {}).items() if one.exitcode == InvalidInput.exit_code]
         if not refused:
             return result
@@ -104,8 +111,12 @@ class NodeAgent(LocalElasticAgent):
         log.error("%s ended with exit code %d: not restarted", *named)
         if not leave_verdict(InvalidInput.exit_code):
             return result
-        self._stop_workers(worker_group)
-        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+        return self._ended(worker_group)
+
+    def _ended(self, group: WorkerGroup) -> RunResult:
+        """Behind a verdict: nothing is restarted."""
+        self._stop_workers(group)
+        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in group.workers})
 
     def _seen(self, worker_group: WorkerGroup) -> RunResult:
         """How the ranks of this node stand."""

@@ -96,7 +96,7 @@ one node of 8 GPUs, of which any may fail:
 
 each of 16 nodes; a node is excluded after 3 failures within 10 minutes:
   moe-ckpt-run --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id run-12 --rdzv-endpoint HOST:29400 \\
-      --moe-ckpt-standbys 8 --moe-ckpt-strikes 3/10m SCRIPT [flags] --moe-ckpt-strategy full
+      --moe-ckpt-standbys 1 --moe-ckpt-strikes 3/10m SCRIPT [flags] --moe-ckpt-strategy full
 
 All options of torchrun apply: torchrun --help. Flags of SCRIPT: moe-ckpt flags.
 """

@@ -140,6 +140,18 @@ def test_workers_that_made_way_wait_to_be_started_again(
     assert joining.is_ready
 
 
+def test_workers_that_made_way_end_once_their_launcher_calls_them_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining = Joining(tmp_path)
+    joining.ask()
+    own = Growth(ELASTIC, args(), joining)
+    assert own.ends_training(2, begins=True)
+    monkeypatch.setattr(growth, "own_slot", lambda: SimpleNamespace(is_called_off=True))
+    with pytest.raises(Terminated, match="told to end by the launcher; nodes have joined"):
+        own.make_way(lambda: False)
+
+
 def test_workers_that_made_way_hear_of_sigterm_where_the_loop_only_notes_it(tmp_path: Path) -> None:
     joining = Joining(tmp_path)
     joining.ask()

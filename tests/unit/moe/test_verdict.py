@@ -15,6 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticA
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.core.dist_checkpointing.moe.errors import (
+    CheckpointFailure,
     MoECheckpointError,
     NoExactState,
     PeerLost,
@@ -117,6 +118,20 @@ def test_an_exit_code_of_python_alone_is_a_verdict_at_once_or_the_second_time(
         result = methodcaller("_monitor_workers", group)(agent)
         assert (result.state is WorkerState.SUCCEEDED) == (start == starts)
         assert verdict.exists() == (start == starts)
+
+
+@pytest.mark.parametrize(("error", "ends"), [(CheckpointFailure("lost"), True), (UsageError("wrong"), False)])
+def test_a_rank_that_must_not_train_without_protection_ends_the_job_though_its_neighbours_fail_with_it(
+    error: Exception, ends: bool, verdict: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", lambda agent, group: None)
+    agent, group = Agent([1]), cast("WorkerGroup", SimpleNamespace(workers=[]))
+    methodcaller("_rendezvous", group)(agent)
+    with pytest.raises(SystemExit), permanent_errors_end_the_job():
+        raise error
+    result = methodcaller("_monitor_workers", group)(agent)
+    assert (result.state is WorkerState.SUCCEEDED) is ends
+    assert verdict.read_text() == str(error.exit_code)
 
 
 def test_an_exit_code_of_python_alone_is_a_verdict_where_no_restart_is_left(

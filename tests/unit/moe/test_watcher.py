@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.moe.runtime.watcher import (
     Stalled,
     TerminationRequested,
     Watcher,
+    stood_down,
     waiting_for_no_rank,
     watched_start,
 )
@@ -128,6 +129,15 @@ def test_a_call_that_waits_for_a_lost_peer_ends_with_an_error() -> None:
         with pytest.raises(Interrupted):
             call.enter()
         assert watcher.interrupted is Cause.PEER_LOST
+
+
+def test_what_fails_because_the_launcher_called_the_rank_off_is_no_error_of_its_own() -> None:
+    (own, _), call = linked(2), Call()
+    with watched(Step(), own, call.release) as watcher:
+        assert stood_down(watcher) is None
+    with watched(Step(), linked(2)[0], call.release) as watcher:
+        watcher.hang_up()
+        assert stood_down(watcher) is Cause.PEER_LOST
 
 
 def test_other_peers_hear_of_it_before_anything_is_aborted() -> None:

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -30,6 +32,7 @@ from megatron.core.dist_checkpointing.moe.standby.slot import DESCRIPTOR, VERSIO
 from megatron.core.dist_checkpointing.moe.standby.slot import LAUNCHER_VERSION as VERSION_OF
 from megatron.core.dist_checkpointing.moe.stock import flags
 from megatron.pretrain import rendezvous
+from megatron.pretrain.standby import agent as agents
 from megatron.pretrain.standby import process as process_module
 from megatron.pretrain.standby.meeting import NodeRank, NodeRankAgreement, settled, workers_store
 from megatron.pretrain.standby.process import SlotProcess, await_word, may_leave_idle_class
@@ -457,6 +460,46 @@ def test_a_rank_whose_launcher_has_ended_ends(ends: Ends, monkeypatch: pytest.Mo
     ends[1].close()
     with pytest.raises(PeerLost, match="launcher died"):
         slot.leave(WAIT_S)
+
+
+def test_connections_that_cannot_be_closed_keep_no_rank_from_its_slot(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    slot, launcher = WorkerSlot(ends[0], may_stay=True), Channel(ends[1])
+    slot.keep(fails)
+    launcher.send({"leave": True})
+    launcher.send({"slot": {"RANK": "1"}})
+    slot.leave(WAIT_S)
+    assert os.environ["RANK"] == "1"
+    assert "changed size during iteration" in caplog.text
+
+
+def test_survivors_whose_ranks_other_nodes_have_now_end_before_others_build_in_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(2)]
+    order: list[object] = []
+
+    def process(pid: int) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, exit_code=None, is_ready=True, sit=lambda _: order.append(f"{pid} begins"))
+
+    for name in ("_setup_local_watchdog", "_setup_healthcheck", "_hear"):
+        monkeypatch.setattr(agents.StandbyAgent, name, lambda *_, **__: None)
+    monkeypatch.setattr(agents, "_identity", lambda environment: environment["RANK"] + environment["WORLD_SIZE"])
+    monkeypatch.setattr(agents.StandbyAgent, "_environments", lambda *_: dict(enumerate(places)))
+    monkeypatch.setattr(agents.StandbyAgent, "_await_standby", lambda _, missing: order.append(f"{missing} missing"))
+    monkeypatch.setattr(agents.StandbyAgent, "_standby", lambda agent: (vars(agent)["_standbys"].pop(), "is a standby"))
+    monkeypatch.setattr(
+        agents.StandbyAgent, "_end", lambda _, ended, number, __: order.extend((one.pid, number) for one in ended)
+    )
+    agent = object.__new__(agents.StandbyAgent)
+    vars(agent).update(_survivors={"03": process(1), "12": process(2)}, _standbys=[process(3)], _slots={})
+    assert methodcaller("_start_workers", None)(agent) == {0: 1, 1: 3}
+    assert order == [(2, signal.SIGKILL), "1 missing", "1 begins", "3 begins"]
 
 
 @pytest.mark.parametrize("version", [None, "1"])

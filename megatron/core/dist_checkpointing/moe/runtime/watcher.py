@@ -172,6 +172,7 @@ class Watcher:
         self._looked_s = self._since_s
         self._thread = device_thread(self._run, "moe-ckpt-watcher")
         self.interrupted: Cause | None = None
+        self.hung_up = False
 
     def start(self) -> None:
         """Watch from here on; called by the main thread."""
@@ -211,6 +212,7 @@ class Watcher:
         until_s = time.monotonic() + PROTECTED_S
         while not self._session.interrupt(force=time.monotonic() > until_s) and not self._left.wait(_TICK_S):
             pass
+        self.hung_up = not self._left.is_set()  # what fails on this rank from now on fails for that
         self._hang_up()
 
     def _run(self) -> None:
@@ -372,4 +374,4 @@ def stood_down(watcher: Watcher | None) -> Cause | None:
     if watcher is None:
         return None
     watcher.stand_down()
-    return watcher.interrupted
+    return Cause.PEER_LOST if watcher.interrupted is None and watcher.hung_up else watcher.interrupted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import os
 import queue
 import select
@@ -21,6 +22,8 @@ from typing import Any
 from ..boot_clock import is_there, machine, since_boot_s, started
 from ..errors import PeerLost
 from .heartbeat import own_heartbeat
+
+log = logging.getLogger(__name__)
 
 VERSION = 2
 """Of the messages; a launcher does not slot a worker that speaks another."""
@@ -361,7 +364,10 @@ class WorkerSlot:
                     if not self._interruptible.is_set():
                         self._say({"finishes": FINISH_S})
                         self._interruptible.wait(FINISH_S)
-                    hang_up()
+                    try:
+                        hang_up()
+                    except Exception:  # the main thread may close the same connections: the loop goes on for the slot
+                        log.exception("connections could not be closed for a restart of training")
                 elif "slot" in message:
                     self.is_called_off = False
                     self._slots.put(message["slot"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from ..errors import MoECheckpointError
+from ..errors import CheckpointFailure, MoECheckpointError
 from .heartbeat import own_heartbeat
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,12 @@ def forget_verdict() -> None:
 def has_verdict() -> bool:
     """Whether ranks of this launcher have left an exit code that no restart changes."""
     return Path(os.environ.get(VERDICT_FILE, "")).is_file()
+
+
+def has_strict_verdict() -> bool:
+    """Whether protection was lost on a rank of this launcher, with which it must not train on: a restart forgets that
+    the others failed, and not this."""
+    return has_verdict() and _beside("strict").is_file()
 
 
 def leave_verdict(exit_code: int) -> bool:
@@ -122,6 +128,9 @@ def permanent_errors_end_the_job() -> Iterator[None]:
     except MoECheckpointError as error:
         if error.exit_code is None or VERDICT_FILE not in os.environ:
             raise
+        if isinstance(error, CheckpointFailure):
+            with contextlib.suppress(OSError):
+                _beside("strict").touch()
         try:
             with Path(os.environ[VERDICT_FILE]).open("x") as file:
                 log.error("%s", error)  # only here: the other ranks of this node say the same

@@ -20,6 +20,7 @@ import torch
 from ...config import MoECheckpointConfig
 from ...errors import NewProcessesNeeded, PeerSilent, Terminated, format_error
 from ...standby.joining import Joining, joining_here
+from ...standby.slot import own_slot
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Growth:
             is_told_to_end: Whether SIGTERM has come before.
 
         Raises:
-            Terminated: It has.
+            Terminated: It has, or the launcher calls this rank off.
             NewProcessesNeeded: The launcher did nothing in time, or cannot be told.
         """
         if self._joining is None or not self.makes_way:
@@ -98,10 +99,10 @@ class Growth:
                 raise NewProcessesNeeded(f"the launcher does not learn of the end: {format_error(error)}") from error
             until_s = time.monotonic() + MAKE_WAY_S
             while time.monotonic() < until_s:
-                if noted or is_told_to_end():
-                    raise Terminated(
-                        "told to end by SIGTERM; nodes have joined, and the job is started again with them"
-                    )
+                is_signal = bool(noted) or is_told_to_end()
+                if is_signal or own_slot().is_called_off:
+                    by = "SIGTERM" if is_signal else "the launcher"
+                    raise Terminated(f"told to end by {by}; nodes have joined, and the job is started again with them")
                 time.sleep(_LONGEST_PAUSE_S)
         raise NewProcessesNeeded(
             f"training ended for nodes that joined, and was not started again within {MAKE_WAY_S:g} s"
