@@ -117,7 +117,8 @@ LEGEND = """
   usual size is half of the node's memory.
 - **Copy** and **send**: time of a snapshot to host memory and to its peer at {host:.0%} and {network:.0%} of what
   the links carry, in the background. Both have to fit into the interval; `--moe-ckpt-interval auto` measures this, and
-  what copies cost training. Rates are data-sheet rates of one GPU; `--from` takes those of a job.
+  what copies cost training. Rates are data-sheet rates of one GPU, which TCP on one
+  interface, the default, does not reach: give `--peer-gbps`; `--from` takes those of a job.
 - With twice the nodes and the same layout a rank owns half, and a node needs half.
 
 A row, with what checkpoints add to an iteration and what a fault leads to; for other rates and strategies give
