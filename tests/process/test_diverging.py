@@ -85,7 +85,7 @@ def test_with_nothing_older_left_the_job_ends_with_all_copies_and_a_user_may_acc
 ) -> None:
     hook = partial(another_loss, [5, 6])
     monkeypatch.setattr(attempts, "MAX_ATTEMPTS", 3)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="still failing after 3 attempts"):
         killed(cluster, MEMORY_ONLY, tmp_path / "killed", hooks=(hook,), forgiven="gave the loss")
     run = Run(tmp_path / "killed")
     refused = started_again(cluster, run)

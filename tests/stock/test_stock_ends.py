@@ -38,6 +38,7 @@ def test_a_job_that_is_killed_behind_its_last_checkpoint_ends_well_though_it_run
     job.run(*flags, codes={KILLED, 1})
     job.run(*flags)
     assert job.records() == undisturbed(PAIR)
+    assert not job.began_again()
 
 
 @pytest.mark.ci

@@ -62,6 +62,7 @@ def test_a_job_that_logs_seldom_continues_after_its_recovery(
         job.run(*flags, codes={KILLED, 1})
     outcome = job.run(*flags)
     assert job.records() == undisturbed(FOUR)
+    assert not job.began_again()
     logged = [line for line in outcome.lines if " iteration   " in line]
     assert len(logged) == 1 or interval == "1", outcome.said
 
@@ -93,6 +94,7 @@ def test_whatever_is_done_at_intervals_a_recovered_job_does_on_all_ranks_or_on_n
     job.run(*SPARSE, *flags, *fault, codes={KILLED, 1})
     job.run(*SPARSE, *flags, *fault)
     assert job.records() == whole.records(), flags
+    assert not job.began_again()
 
 
 @pytest.mark.full

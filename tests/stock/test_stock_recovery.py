@@ -291,6 +291,7 @@ def test_flags_that_would_change_a_replayed_iteration_are_refused_with_what_they
     assert "run again as they were, but --clip-grad was 0.5 and is 0.25: start with the flags of before" in said
     job.run(*SPARSE, *fault)
     assert job.records() == undisturbed(ALONE)
+    assert not job.began_again()
 
 
 @contextlib.contextmanager

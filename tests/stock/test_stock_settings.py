@@ -38,25 +38,31 @@ def losses(reports: Path) -> dict[int, tuple[float, float]]:
     return {one["iteration"]: (one["lm_loss"], one["grad_norm"]) for one in metrics(reports)}
 
 
+@pytest.fixture(scope="module")
+def saved(new_job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of STANDS, which jobs only load."""
+    folder = tmp_path_factory.mktemp("saved")
+    new_job(ALONE).run(*FULL, "--save", folder, "--save-interval", STANDS, "--exit-interval", STANDS)
+    return folder
+
+
 @pytest.fixture
-def resume(new_job, tmp_path: Path) -> Callable[..., Resumed]:
+def resume(new_job, saved: Path, tmp_path: Path) -> Callable[..., Resumed]:
     """Runs a job to STANDS, and continues from there with other flags, with what lies in one place."""
 
     def run(source: str, *flags: object, codes: set[int] | None = None) -> Resumed:
         job: StockJob = new_job(ALONE)
         folder, reports = tmp_path / job.memory.name, tmp_path / f"{job.memory.name}.jsonl"
-        kept = {
-            "checkpoint": ("--save", folder, "--save-interval", STANDS),
+        loading = {
+            "checkpoint": ("--load", saved),
             "storage": ("--moe-ckpt-persist-dir", folder, "--moe-ckpt-persist-interval", STANDS),
             "memory": (),
         }[source]
         if source == "memory":
             job.run(*FULL, "--moe-ckpt-inject-fault", f"0@{STANDS + 1}:end", codes={KILLED})
-        else:
+        elif source == "storage":
             folder.mkdir()
-            job.run(*FULL, *kept, "--exit-interval", STANDS)
-            job = new_job(ALONE) if source == "checkpoint" else job
-        loading = ("--load", folder) if source == "checkpoint" else kept
+            job.run(*FULL, *loading, "--exit-interval", STANDS)
         outcome = job.run(*FULL, *loading, *flags, "--metrics-jsonl", reports, codes=codes)
         return Resumed(outcome, rates(reports), losses(reports)) if codes is None else Resumed(outcome, {}, {})
 

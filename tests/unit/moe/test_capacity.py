@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.extensions import Additions
 from megatron.core.dist_checkpointing.moe.extensions.capacity_boost import BoostedCapacity
 from megatron.core.dist_checkpointing.moe.extensions.capacity_boost.capacity import RouterCapacity
@@ -123,6 +124,13 @@ def test_nothing_is_dropped_that_a_boost_could_take_without_a_capacity_or_with_p
     assert drops_tokens([Router(0)])
     assert not drops_tokens([Router(0, factor=None)])
     assert not drops_tokens([Router(0, padded=True)])
+
+
+def test_captured_routers_whose_capacity_stays_are_refused() -> None:
+    router = Router(0)
+    router.config.cuda_graph_impl = "local"  # of whole layers
+    with pytest.raises(UsageError, match="a captured router keeps its capacity: use --moe-ckpt-capacity-boost 0"):
+        RouterCapacity([router], 10)
 
 
 def test_core_drops_by_the_name_and_with_the_arguments_that_are_replaced() -> None:

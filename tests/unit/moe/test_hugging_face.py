@@ -698,12 +698,17 @@ def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["a b", "--to hf --from hf a b", "--to dense --max-shard-size 2GB a b", "--to hf --max-shard-size 2x a b",
-     "--to hf a b -- --flag"],
-)  # fmt: skip
-def test_wrong_usage_is_said(arguments: str) -> None:
-    with pytest.raises(UsageError):
+    ("arguments", "said"),
+    [
+        ("a b", "give one of --to dense, --to hf and --from hf"),
+        ("--to hf --from hf a b", "give one of --to dense, --to hf and --from hf"),
+        ("--to dense --max-shard-size 2GB a b", "--hf-model and --max-shard-size are for --to hf"),
+        ("--to hf --max-shard-size 2x a b", "2x"),
+        ("--to hf a b -- --flag", "a is converted without a job: leave out the flags after --, --flag"),
+    ],
+)
+def test_wrong_usage_is_said(arguments: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
         convert(*arguments.split())
 
 

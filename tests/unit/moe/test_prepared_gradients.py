@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.moe.core_versions import training
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.local_recovery.step_guard import Prepared, roll_forward
 from megatron.core.dist_checkpointing.moe.types import StepJournal
 from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
@@ -109,6 +110,18 @@ def test_a_chain_that_steps_whole_parameters_gathers_nothing_where_it_rolls_forw
     assert not done
     outer.step_with_ready_grads()
     assert done == [gather]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "journal", "said"),
+    [
+        (distributed(), StepJournal(0.5), "with the optimizer DistributedOptimizer"),
+        (made(ChainedOptimizer, chained_optimizers=[], model_chunks=[]), StepJournal(None), "has no gradient norm"),
+    ],
+)
+def test_what_no_kept_gradients_can_be_applied_with_is_refused(optimizer: Any, journal: StepJournal, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        roll_forward(optimizer, (), {}.__getitem__, journal)
 
 
 def test_a_rank_that_rolls_forward_leaves_casts_and_gathers_to_the_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
