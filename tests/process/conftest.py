@@ -100,6 +100,24 @@ def train(start: Start) -> Train:
     return run
 
 
+@pytest.fixture(scope="session")
+def undisturbed_run(world: World, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Where a job with these flags, without faults and snapshots, left its checkpoint and `reports`; each runs once."""
+    made: dict[object, Path] = {}
+
+    def run(layout: Layout, *extra: str, distributed: bool = True) -> Path:
+        key = layout, extra, distributed
+        if key not in made:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            saving = ["--save", str(folder), "--metrics-jsonl", str(folder / "reports")]
+            outcome = world.run(flags(corpus, layout, *extra, *saving, distributed=distributed), layout.ranks)
+            assert set(outcome.codes) == {0}, outcome.said
+            made[key] = folder
+        return made[key]
+
+    return run
+
+
 @pytest.fixture
 def save(tmp_path: Path) -> Path:
     return tmp_path / "save"

@@ -17,6 +17,7 @@ from moe_ckpt.dense.digest import digest_components
 
 Start = Callable[..., Running]
 Train = Callable[..., Outcome]
+UndisturbedRun = Callable[..., Path]
 Launch = Callable[..., CompletedProcess[str]]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Launch, Layout, Train, differences, digest, flags
+from runs import Launch, Layout, UndisturbedRun, differences, digest, flags
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT
 
 pytestmark = pytest.mark.ci
@@ -37,13 +37,12 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
     strikes: int,
     settings: dict[str, str],
     launch: Launch,
-    train: Train,
+    undisturbed_run: UndisturbedRun,
     corpus: str,
     cluster: Cluster,
     tmp_path: Path,
 ) -> None:
-    straight, struck = tmp_path / "straight", tmp_path / "struck"
-    train(LAYOUT, "--save", straight)
+    straight, struck = undisturbed_run(LAYOUT), tmp_path / "struck"
     protect = ["--moe-ckpt-strategy", *strategy.split(), "--moe-ckpt-memory-dir", str(cluster.memory)]
     building = int("STOPS_BUILDING" in settings)
     faults = [part for at in range(strikes - building) for part in ("--moe-ckpt-inject-fault", f"1@{3 + at}")]
@@ -68,10 +67,9 @@ def test_a_sick_rank_leads_to_the_spare_within_its_strikes_and_no_bit_is_lost(
 
 @pytest.mark.full
 def test_ranks_that_hang_in_the_first_iteration_after_a_recovery_are_ended_too(
-    launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
+    launch: Launch, undisturbed_run: UndisturbedRun, corpus: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    straight, struck = tmp_path / "straight", tmp_path / "struck"
-    train(LAYOUT, "--save", straight)
+    straight, struck = undisturbed_run(LAYOUT), tmp_path / "struck"
     protect = ("--moe-ckpt-strategy", "full", "--moe-ckpt-memory-dir", str(cluster.memory))
     argv = flags(corpus, LAYOUT, *protect, "--moe-ckpt-inject-fault", "1@3", "--save", str(struck))
     environment = {"NNODES": "1", "NPROC": "2", "MAX_RESTARTS": "6", "MOE_CKPT_HANG_S": str(HANG_S)}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from attempts import Cluster, recovered
 from fault_hooks import cut_off_while_persisting
-from runs import Layout, Train
-from test_protection import assert_same_end, undisturbed
+from runs import Layout, UndisturbedRun
+from test_protection import assert_same_end
 
 from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import wait_for_agent
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
@@ -44,11 +44,11 @@ def test_a_snapshot_that_was_cut_off_by_sigkill_is_what_training_comes_back_from
     agent: tuple[str, ...],
     comes_from: int,
     cluster: Cluster,
-    train: Train,
+    undisturbed_run: UndisturbedRun,
     tmp_path: Path,
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
-    undisturbed(train, straight, layout)
+    killed, layout = tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    straight = undisturbed_run(layout)
     sound, cut = tmp_path / "sound", tmp_path / "cut"
     stored = "--moe-ckpt-persist-interval", "2", "--moe-ckpt-persist-keep", "9"
     cluster.run(layout, *strategy, "--moe-ckpt-persist-dir", sound, *stored, job="sound")

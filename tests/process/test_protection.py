@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
-from runs import Layout, Train, differences, digest, reports_in
+from runs import Layout, UndisturbedRun, differences, digest, reports_in
 
 FULL = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "2")
-
-
-def undisturbed(train: Train, folder: Path, layout: Layout, *extra: object, distributed: bool = True) -> None:
-    """The run to compare with: the same flags without faults and without snapshots."""
-    train(layout, *extra, "--metrics-jsonl", folder / "reports", "--save", folder, distributed=distributed)
 
 
 def losses(reports: Path) -> dict[int, str]:
@@ -33,10 +28,10 @@ def assert_same_end(straight: Path, killed: Path) -> None:
 
 
 def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move(
-    cluster: Cluster, train: Train, tmp_path: Path
+    cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout()
-    undisturbed(train, straight, layout, "--bf16")
+    killed, layout = tmp_path / "killed", Layout()
+    straight = undisturbed_run(layout, "--bf16")
     before, after = ("node-0", "node-0", "node-1", "node-1"), ("node-2", "node-1", "node-1", "node-2")
     nodes = Nodes((before, after), lost={0: "node-0"})
     faults = ["--moe-ckpt-inject-fault", "0@6", "--moe-ckpt-inject-fault", "1@6"]
@@ -52,10 +47,10 @@ def test_a_lost_node_with_its_memory_is_replaced_from_replicas_though_ranks_move
 
 @pytest.mark.ci
 def test_a_fault_before_the_first_snapshot_begins_again_with_the_same_result(
-    cluster: Cluster, train: Train, tmp_path: Path
+    cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
-    undisturbed(train, straight, layout)
+    killed, layout = tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    straight = undisturbed_run(layout)
     outcomes = cluster.run(
         layout, *FULL, "--metrics-jsonl", killed / "reports", "--save", killed, "--moe-ckpt-inject-fault", "1@2"
     )
@@ -64,9 +59,11 @@ def test_a_fault_before_the_first_snapshot_begins_again_with_the_same_result(
     assert_same_end(straight, killed)
 
 
-def test_faults_at_every_phase_of_the_step_lose_nothing(cluster: Cluster, train: Train, tmp_path: Path) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
-    undisturbed(train, straight, layout)
+def test_faults_at_every_phase_of_the_step_lose_nothing(
+    cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
+) -> None:
+    killed, layout = tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    straight = undisturbed_run(layout)
     points = ("1@3", "0@4:forward-backward", "1@4:step", "0@5:end", "1@6:start")
     faults = [part for point in points for part in ("--moe-ckpt-inject-fault", point)]
     every = ("--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "1")
@@ -77,10 +74,10 @@ def test_faults_at_every_phase_of_the_step_lose_nothing(cluster: Cluster, train:
 
 
 def test_when_all_memory_is_lost_training_continues_from_persistent_storage(
-    cluster: Cluster, train: Train, tmp_path: Path
+    cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
-    undisturbed(train, straight, layout)
+    killed, layout = tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    straight = undisturbed_run(layout)
     storage = ["--moe-ckpt-persist-dir", tmp_path / "storage", "--moe-ckpt-persist-interval", "2"]
     outcomes = cluster.run(
         layout, *FULL, *storage, "--metrics-jsonl", killed / "reports", "--save", killed,
@@ -92,9 +89,11 @@ def test_when_all_memory_is_lost_training_continues_from_persistent_storage(
     assert_same_end(straight, killed)
 
 
-def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(cluster: Cluster, train: Train, tmp_path: Path) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
-    undisturbed(train, straight, layout)
+def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(
+    cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
+) -> None:
+    killed, layout = tmp_path / "killed", Layout(pp=2, ep=1, ranks=2)
+    straight = undisturbed_run(layout)
 
     def damage(_attempt: int) -> None:
         flip_newest(cluster.memory / "node-0")
@@ -120,10 +119,10 @@ def test_a_damaged_copy_is_refused_and_the_peers_copy_is_taken(cluster: Cluster,
     ],
 )
 def test_a_damaged_checkpoint_that_is_newer_does_not_win_over_a_snapshot(
-    saves: int, strategy: tuple[str, ...], cluster: Cluster, train: Train, tmp_path: Path
+    saves: int, strategy: tuple[str, ...], cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
 ) -> None:
-    straight, killed, layout = tmp_path / "straight", tmp_path / "killed", Layout(pp=1, ep=1, ranks=2)
-    undisturbed(train, straight, layout, distributed=False)
+    killed, layout = tmp_path / "killed", Layout(pp=1, ep=1, ranks=2)
+    straight = undisturbed_run(layout, distributed=False)
 
     def damage(_attempt: int) -> None:
         for shard in (killed / "iter_0000004").glob("*.distcp"):

@@ -22,7 +22,7 @@ from megatron.pretrain.processes import NODE_LEAVES
 from megatron.pretrain.rendezvous import BACKEND, NodesHandler, register_backend
 
 RUN = [sys.executable, "-m", "megatron.pretrain.standby.run", "--nproc-per-node=1"]
-READ_TIMEOUT_S = 3
+READ_TIMEOUT_S = 2
 
 
 class Lost(Exception):

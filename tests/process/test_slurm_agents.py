@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.moe.standby.verdict import leave_early, no
 from megatron.pretrain.spare_nodes import SpareHandler
 
 SLURM = ROOT / "scripts" / "slurm"
-JOIN_S = 10
+JOIN_S = 5
 NOTED, OUTCOME = "moe-ckpt/noted", "moe-ckpt/outcome"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Cluster
-from runs import Launch, Layout, Train, differences, digest, exact, flags, metrics
+from runs import Launch, Layout, Train, UndisturbedRun, differences, digest, exact, flags, metrics
 from world import HANG_TIMEOUT_S, free_port
 
 LOST_NODE = Path(__file__).with_name("lost_node.py")
@@ -72,10 +72,15 @@ def test_plain_torchrun_restarts_a_killed_worker_too(launch: Launch, train: Trai
     ids=["one rank each", "two each"],
 )
 def test_a_node_that_is_lost_with_its_memory_is_replaced_by_a_spare_and_nothing_is_lost(
-    layout: Layout, victim: int, launch: Launch, train: Train, corpus: str, cluster: Cluster, tmp_path: Path
+    layout: Layout,
+    victim: int,
+    launch: Launch,
+    undisturbed_run: UndisturbedRun,
+    corpus: str,
+    cluster: Cluster,
+    tmp_path: Path,
 ) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    train(layout, "--save", straight, "--metrics-jsonl", straight / "reports")
+    straight, killed = undisturbed_run(layout), tmp_path / "killed"
     protect = ["--moe-ckpt-strategy", "full", "--moe-ckpt-interval", "3", "--moe-ckpt-memory-dir", str(cluster.memory)]
     saving = ["--save", str(killed), "--metrics-jsonl", str(killed / "reports"), "--moe-ckpt-inject-fault"]
     saving.append(f"{victim}@6:step")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from attempts import Cluster, Nodes, recovered
 from fault_hooks import once_sealed
-from runs import Layout, Train, flags
-from test_protection import FULL, assert_same_end, undisturbed
+from runs import Layout, UndisturbedRun, flags
+from test_protection import FULL, assert_same_end
 from transport_hooks import CHUNK_BYTES, bulk_noted, sockets_counted
 from world import World
 
@@ -19,10 +19,9 @@ TWO = Layout(pp=2, ep=1, ranks=2)
 
 @pytest.mark.ci
 def test_a_lost_node_is_replaced_from_replicas_that_went_over_process_groups(
-    cluster: Cluster, train: Train, tmp_path: Path
+    cluster: Cluster, undisturbed_run: UndisturbedRun, tmp_path: Path
 ) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    undisturbed(train, straight, TWO)
+    straight, killed = undisturbed_run(TWO), tmp_path / "killed"
     nodes = Nodes((("node-0", "node-1"), ("node-2", "node-1")), lost={0: "node-0"})
     outcomes = cluster.run(
         TWO, *FULL, "--metrics-jsonl", killed / "reports", "--save", killed, "--moe-ckpt-inject-fault", "0@6",

@@ -97,6 +97,7 @@ def test_one_standby_that_can_be_copied_is_enough_for_all_slots_and_all_losses(r
     assert len({standby, *pids[0], *pids[1], *pids[2]}) == 7, "each slot of each attempt has a process of its own"
     warm = [(folder / f"{attempt}-{rank}").read_text().endswith("True") for attempt in range(3) for rank in range(2)]
     assert warm == [False, False, True, True, True, True]
+    assert not Path(f"/proc/{standby}").exists()
 
 
 @pytest.mark.ci
@@ -189,7 +190,7 @@ def test_workers_of_another_release_train_without_standbys_and_a_line_says_so(ru
 
 
 def test_no_standby_is_left_when_the_job_has_ended(run_workers: Jobs) -> None:
-    folder, _ = run_workers("standbys die", 2)
+    folder, _ = run_workers("two standbys", 2)
     assert not [pid for pid in standbys(folder) if Path(f"/proc/{pid}").exists()]
 
 

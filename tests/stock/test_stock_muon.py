@@ -93,7 +93,8 @@ def test_a_momentum_that_a_replay_lacks_is_noticed(new_job, undisturbed) -> None
     fault = ("--moe-ckpt-inject-fault", "1@5:step")
     job.run(*protection, *fault, codes={KILLED, 1})
     lost = partial(restored_without, "momentum_buffer", "decoder.layers.2.self_attention.linear_proj.weight")
-    job.start(*protection, *fault, hooks=[lost]).wait_or_restart()
+    outcome = job.start(*protection, *fault, hooks=[lost]).wait_or_restart()
+    assert not job.began_again() and "recovered" in outcome.said, outcome.said
     assert job.records() != undisturbed(ALONE)
 
 
