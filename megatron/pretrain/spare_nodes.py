@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,
     _DistributedRendezvousOpExecutor,
     _RendezvousContext,
+    _RendezvousJoinOp,
     _RendezvousState,
     _should_keep_alive,
 )
@@ -62,6 +63,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
     was_redundant = was_open = False
     since_s = 0.0
     checked_again: Callable[[], bool] = staticmethod(lambda: False)
+    _called: tuple[datetime, float] | None = None  # until when the state says that nodes join, and when it was seen
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -86,6 +88,8 @@ class _Executor(_DistributedRendezvousOpExecutor):
             if state.complete and context.node not in state.participants and not self._was_in_round(state):
                 self.was_redundant = True
             action = state_handler(context, deadline)
+            if isinstance(state_handler, _RendezvousJoinOp):
+                action = self._at_last_call(context, action)
             if action is not _Action.ADD_TO_PARTICIPANTS:
                 return action
             if self._may_join(state):
@@ -95,6 +99,22 @@ class _Executor(_DistributedRendezvousOpExecutor):
             return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
         super().run(next_action, deadline, update_deadline)
+
+    def _at_last_call(self, context: _RendezvousContext, action: _Action) -> _Action:
+        """Whether nodes meet without those that could still come, by this node's own clock: until when they could is a
+        time of day of another node."""
+        state, settings = context.state, context.settings
+        until = state.deadline if not state.complete and context.node in state.participants else None
+        if until is None or len(state.participants) < settings.min_nodes:
+            self._called = None
+            return action
+        if self._called is None or self._called[0] != until:
+            self._called = until, time.monotonic()
+        if time.monotonic() - self._called[1] > settings.timeout.last_call.total_seconds():
+            return _Action.MARK_RENDEZVOUS_COMPLETE if action in (_Action.SYNC, _Action.KEEP_ALIVE) else action
+        if action is not _Action.MARK_RENDEZVOUS_COMPLETE:
+            return action
+        return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
     def waits_for_a_place(self, state: _RendezvousState) -> bool:
         """Whether nodes without a place would get one if all met again now."""
