@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from attempts import Cluster, Nodes
+from attempts import Cluster, Nodes, recovered
 from local_hooks import killed_at
 from local_runs import PAIR, TWO, assert_only_replayed, case, recover, rejoined
 from runs import Layout, flags
@@ -36,6 +36,7 @@ def test_a_second_loss_before_all_stand_together_is_survived(
     one = case(layout, f"{victim}@10:step")
     run = recover(cluster, one, tmp_path, hooks=(partial(killed_at, str(tmp_path), rank, place),))
     assert (tmp_path / f"struck-{rank}-{place}").exists()
+    assert any(map(recovered, run.outcomes[1:]))
     assert_identical(run, fault_free(one))
 
 
@@ -79,6 +80,7 @@ def test_many_losses_in_one_run_in_all_phases_cost_nothing(
     one = case(PAIR, "0@6:step", "1@8", "0@9:forward-backward", "1@12:end", "0@15:start", "1@17:step")
     run = recover(cluster, one, tmp_path)
     assert len(run.outcomes) == 7
+    assert any(map(recovered, run.outcomes[1:]))
     assert_identical(run, fault_free(one))
 
 

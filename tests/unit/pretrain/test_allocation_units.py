@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,3 +389,23 @@ def test_units_that_cannot_be_are_refused_in_one_line(
     with pytest.raises(SystemExit, match="2"):
         parsed(*given.split(" "))
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_nodes_that_could_still_join_are_waited_for_by_no_clock_of_another_node(
+    ahead_s: int, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, clock = Backend(), SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(spare_nodes, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    agents = {name: Agent(name, backend, monkeypatch, unit_nodes=1, least=2) for name in "a1 a2 b1".split()}
+    assert not play([agents["a1"], agents["a2"]], 0), "others may still come"
+    holder = agents["a1"].holder
+    holder.sync()
+    holder.state.deadline += timedelta(seconds=ahead_s)  # as another node's clock would tell it
+    holder.mark_dirty()
+    holder.sync()
+    assert not play([agents["a1"], agents["a2"]], 1)
+    clock.now_s += 29
+    assert not play([*agents.values()], 2), "the third comes just in time"
+    clock.now_s += 31
+    assert play([*agents.values()], 3).keys() == agents.keys()
