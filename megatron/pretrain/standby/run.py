@@ -1,6 +1,6 @@
 """`moe-ckpt-run`: torchrun that lets ranks keep their processes when others are lost, whose slots go to standbys.
 
-    moe-ckpt-run --moe-ckpt-standbys 8 [options of torchrun] SCRIPT [flags]
+    moe-ckpt-run --moe-ckpt-standbys 1 [options of torchrun] SCRIPT [flags]
 
 The script calls `wait_for_rank` of `megatron.core.dist_checkpointing.moe` once it has imported what it needs; a script
 that does not gets new processes, as under torchrun. The launcher can also leave a sick node (`--moe-ckpt-strikes`,
@@ -140,6 +140,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
             " out, or give --moe-ckpt-standbys 0"
         )
     export_unit(parser, options)
+    if options.rdzv_backend == "static" and str(options.nnodes) not in ("1", "1:1") and not options.standalone:
+        sys.stderr.write(
+            "moe-ckpt-run: static rendezvous: no spare can replace a node that is lost; give --rdzv-backend c10d"
+            " --rdzv-endpoint HOST:PORT in place of --master-addr and --node-rank\n"
+        )
     if given_s := getattr(options, "shutdown_timeout", None):
         os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(given_s))  # ranks that park count on it
     if wanted := getattr(options, _NOT_THERE, None):

@@ -190,6 +190,23 @@ def test_options_that_torch_does_not_know_yet_are_taken_and_ranks_count_on_what_
     assert "MOE_CKPT_PATIENCE_S" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("given", "is_warned"),
+    [
+        ("--nnodes 16 --node-rank 3 --master-addr first", True),
+        ("--nnodes 16 --rdzv-backend c10d --rdzv-endpoint first:29400", False),
+        ("--nproc-per-node 8", False),
+    ],
+)
+def test_a_launch_in_which_no_spare_could_join_says_so(
+    given: str, is_warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse_options([*given.split(), "train.py"])
+    assert (
+        "no spare can replace a node that is lost; give --rdzv-backend c10d" in capsys.readouterr().err
+    ) is is_warned
+
+
 @pytest.mark.parametrize(("own", "expected"), [(None, "90"), ("60", "60")])
 def test_ranks_know_how_long_they_may_take_to_end(
     own: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
