@@ -390,7 +390,7 @@ def test_a_forked_helper_does_not_hide_the_death_of_its_trainer() -> None:
         signal.raise_signal(signal.SIGKILL)
     try:
         into = memoryview(bytearray(4))
-        arrival = partial(ends[1].arrival, ends[0].place, 0, 0, LONG_S)
+        arrival = partial(ends[1].arrival, lambda: ends[0].place, 0, 0, LONG_S)
         waiting = ends[1].lane(arrival, "from rank 0", connections.receive_over).post(into)
         time.sleep(0.1)
         for connection in list(ends[0].sockets):  # as the system does when a process ends: no shutdown
@@ -419,7 +419,7 @@ def test_a_connection_that_comes_while_this_process_is_slow_to_accept_it_is_not_
     monkeypatch.setattr(Connections, "_arrive", late)
     waiting, other = ends = [Connections(rank, "127.0.0.1") for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
-        arrived = pool.submit(waiting.arrival, other.place, 1, 0, LONG_S)
+        arrived = pool.submit(waiting.arrival, lambda: other.place, 1, 0, LONG_S)
         while (0, connections.PROBE) not in other._arrived:
             time.sleep(0.01)
         dialled = other.dial(waiting.place, 0, 0, LONG_S)

@@ -145,6 +145,10 @@ class FakeStore:
                 if segment.snapshot == snapshot and (segment.manifest or mine):
                     self._clear(segment)
 
+    def ranks(self) -> frozenset[int]:
+        """As `ports.Store.ranks`."""
+        return frozenset(one.rank for one in self.snapshots().sealed)
+
     def sweep(self) -> None:
         """As `ports.Store.sweep`."""
         self.operation("sweep", "what is torn")

@@ -577,3 +577,62 @@ def test_a_layout_that_no_job_has_costs_its_own_snapshot(folder: Path, layout: d
     assert found is not None
     assert found.last == 8
     read_all(store, 0)
+
+
+class OneOf:
+    """A rank of several, of which others have found so many snapshots of other layouts."""
+
+    def __init__(self, rank: int, world_size: int, elsewhere: int = 0) -> None:
+        self.rank, self.world_size, self._elsewhere = rank, world_size, elsewhere
+
+    def total(self, values: list[int]) -> tuple[int, ...]:
+        return tuple(value + self._elsewhere for value in values)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks whose snapshots were opened, or their manifests read."""
+    found, manifest = list[int](), vars(FilesystemStore)["_manifest"]
+
+    def noting(self: FilesystemStore, snapshot: SnapshotId) -> Any:
+        found.append(snapshot.rank)
+        return manifest(self, snapshot)
+
+    monkeypatch.setattr(FilesystemStore, "_manifest", noting)
+    return found
+
+
+def test_where_all_is_of_this_layout_a_rank_reads_the_manifests_of_its_share_alone(
+    tmp_path: Path, opened: list[int]
+) -> None:
+    for rank in range(4):
+        put(FilesystemStore(tmp_path, rank), rank, share(rank), NEW)
+    store = view(tmp_path, 1)
+    store.look_together(OneOf(1, 4))  # type: ignore[arg-type]
+    assert store.snapshots(1).sealed == (SnapshotId(4, 1),) and not store.timelines
+    with store.open(SnapshotId(4, 1)):
+        pass
+    store.use_memory(None)
+    assert not store.timelines and {*opened} == {1}
+
+
+@pytest.mark.parametrize(("elsewhere", "is_seen"), [(1, True), (0, False)])
+def test_what_another_rank_finds_of_another_layout_all_ranks_look_for(
+    elsewhere: int, is_seen: bool, folder: Path, opened: list[int]
+) -> None:
+    put(FilesystemStore(folder, 0), 0, share(0), NEW, iteration=5)
+    put(FilesystemStore(folder, 7), 7, share(0), NEW, iteration=5)
+    store = view(folder, 7)
+    store.look_together(OneOf(7, 8, elsewhere))  # type: ignore[arg-type]
+    assert {*opened} == {7}
+    assert bool(store.timelines) is is_seen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_an_earlier_layout_alone_had_are_shared_out_too(rank: int, folder: Path) -> None:
+    for own in (0, 1):
+        FilesystemStore(folder, own).free(SnapshotId(4, own))
+        put(FilesystemStore(folder, own), own, share(own), NEW, iteration=5)
+    store = view(folder, rank)
+    store.look_together(OneOf(rank, 2))  # type: ignore[arg-type]
+    assert store.timelines

@@ -169,7 +169,7 @@ def test_a_rank_asks_for_the_places_of_its_links_alone(ranks: int) -> None:
     store, links = asked(ranks, lambda store, rank: PeerLinks(store, rank, ranks, "127.0.0.1", 30.0))
     for one in links:
         one.end()
-    assert store.calls.total() == ranks * (1 + 2 * (ranks - 1).bit_length())
+    assert store.calls.total() == ranks * 3
 
 
 def test_a_node_that_does_not_come_is_named_by_the_first_one() -> None:

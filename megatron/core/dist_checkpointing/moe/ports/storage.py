@@ -151,6 +151,9 @@ class Store(ReadableStore, Protocol):
         Never waits: nobody can open it from here on, and its space is used again when the last reader has ended.
         """
 
+    def ranks(self) -> frozenset[int]:
+        """Of which there are snapshots, by their names alone: no manifest is read. Raises StoreFailure."""
+
     def sweep(self) -> None:
         """Remove what this store's owner left behind unsealed. Raises StoreFailure."""
 

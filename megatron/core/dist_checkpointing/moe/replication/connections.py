@@ -142,11 +142,11 @@ class Connections:
             raise ConnectionError(f"rank {other} cannot be reached at {host}:{port} ({_said(error)})") from None
         return _made_ready(connection)
 
-    def arrival(self, place: str, source: int, purpose: int, timeout_s: float) -> socket.socket:
+    def arrival(self, place: Callable[[], str], source: int, purpose: int, timeout_s: float) -> socket.socket:
         """The connection that another rank has dialled; waits for it until these end, or those of that rank.
 
         Args:
-            place: Of that rank, as its `place` says it.
+            place: Gives that of that rank, as its `place` says it; asked where it has not dialled at once.
             source: That rank.
             purpose: What it has dialled for, a byte.
             timeout_s: Longest wait for a connection that looks whether the rank is still there.
@@ -157,7 +157,7 @@ class Connections:
         if not self._has_come(source, purpose, PROBE_AFTER_S):
             # Nothing says that it has ended before it dialled, but a connection in the other direction; which it keeps
             # when it dials, since here its end may be seen before the connection that has come is.
-            probe = self.dial(place, source, PROBE, timeout_s)
+            probe = self.dial(place(), source, PROBE, timeout_s)
             try:
                 while not self._has_come(source, purpose, PROBE_AFTER_S):
                     check_open(probe)

@@ -20,11 +20,13 @@ from ..ports import (
     Transport,
 )
 from ..storage.manifest import decode
+from ..storage.system import OperatingSystem
 from .messages import Ranges, ReplicaPiece, Reply
 
 ALIGNMENT_BYTES = 64
 """Gaps between records are smaller; they are sent along."""
 PAUSE_S = 0.005
+_SYSTEM = OperatingSystem()
 
 
 class Room:
@@ -78,9 +80,9 @@ class StoreReplica:
         with self._store.open(own) as reader:
             raw = reader.raw()
             for wanted, held in _shared(self._manifest, reader.manifest):
-                self.buffer[wanted.offset : wanted.offset + wanted.nbytes] = raw[
-                    held.offset : held.offset + held.nbytes
-                ]
+                # Not by assignment, which would keep the GIL from training for as long as the record takes.
+                into = self.buffer[wanted.offset : wanted.offset + wanted.nbytes]
+                _SYSTEM.copy(into, raw[held.offset : held.offset + held.nbytes])
 
     def seal(self) -> None:
         """Verify all bytes against the owner's checksums and commit. Raises UnreadableCheckpoint, StoreFailure."""

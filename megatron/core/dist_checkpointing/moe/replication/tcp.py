@@ -319,8 +319,11 @@ def _opened(
     connections: Connections, places: Store, other: int, purpose: int, is_send: bool, timeout_s: float
 ) -> socket.socket:
     """For a lane, on its thread: its connection. Raises OSError, RuntimeError."""
-    place = _told(connections, places, str(other), timeout_s)
-    return (connections.dial if is_send else connections.arrival)(place, other, purpose, timeout_s)
+    # One store answers all ranks: who is dialled does not ask it, unless nobody does.
+    place = partial(_told, connections, places, str(other), timeout_s)
+    if is_send:
+        return connections.dial(place(), other, purpose, timeout_s)
+    return connections.arrival(place, other, purpose, timeout_s)
 
 
 def _told(connections: Connections, places: Store, key: str, timeout_s: float) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..errors import NotAccepted, UnreadableCheckpoint, UsageError, format_error
+from ..errors import NotAccepted, StoreFailure, UnreadableCheckpoint, UsageError, format_error
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
-from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Writer
+from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Transport, Writer
 from ..types.layout import Record, is_same_layout
 from .generation import (
     Assembly,
@@ -212,8 +213,34 @@ class ReshardingStore:
         self._assembled: dict[Piece, Assembly | UnreadableCheckpoint] = {}
         self._told: set[int] = set()
 
+    def look_together(self, transport: Transport) -> None:
+        """See whether other layouts left anything at all; a collective.
+
+        Each rank opens what a few ranks stored, where each by itself would read the manifests of all of them.
+
+        Args:
+            transport: To all ranks.
+        """
+        try:
+            own = (rank for rank in self._store.ranks() if rank % transport.world_size == transport.rank)
+            found = any(map(self._has_others, own))
+        except StoreFailure:  # said by whoever lists it
+            found = True
+        if transport.total([int(found)]) == (0,):
+            self._foreign = {}
+
+    def _has_others(self, rank: int) -> bool:
+        """Whether another layout stored any snapshot of a rank."""
+        for snapshot in self._store.snapshots(rank).sealed:
+            with suppress(UnreadableCheckpoint), self._store.open(snapshot) as reader:
+                if not is_same_layout(reader.manifest.facts.topology, self._layout):
+                    return True
+        return False
+
     def use_memory(self, memory: ReadableMemory | None) -> None:
         """From here on show also what another layout left in memory, or, with None, only what is stored."""
+        if memory is self._memory:
+            return
         self._memory, self._foreign, self._assembled = memory, None, {}
 
     @property
@@ -288,6 +315,10 @@ class ReshardingStore:
         # Others remove the rest at the same time: nothing of it is looked at again.
         self._found().pop((snapshot.iteration, snapshot.kind), None)
         self._assembled.pop((snapshot.iteration, snapshot.kind), None)
+
+    def ranks(self) -> frozenset[int]:
+        """As `ports.Store.ranks`."""
+        return self._store.ranks()
 
     def sweep(self) -> None:
         """As `ports.Store.sweep`."""
@@ -404,6 +435,10 @@ class NoStorage:
 
     def free(self, _: SnapshotId) -> None:
         """As `ports.Store.free`."""
+
+    def ranks(self) -> frozenset[int]:
+        """As `ports.Store.ranks`."""
+        return frozenset()
 
     def sweep(self) -> None:
         """As `ports.Store.sweep`."""

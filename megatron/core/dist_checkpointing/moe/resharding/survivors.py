@@ -258,6 +258,8 @@ class PreviousLayout(OlderMemory):
         self._strays = tuple(map(SlotReader, self._surviving.strays))
         self._storage = persistent
         if self._surviving.is_empty:  # the same on all ranks
+            if persistent is not None:
+                persistent.look_together(transport)
             return
         if self._storage is None:
             self._storage = without_storage()

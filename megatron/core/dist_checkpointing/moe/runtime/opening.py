@@ -338,14 +338,15 @@ class Leases:
             UsageError: It has another folder.
             StoreFailure: It cannot be read now.
         """
-        where, until_s = self._durable or "", time.monotonic() + SHARED_S
+        where, until_s, pause_s = self._durable or "", time.monotonic() + SHARED_S, 0.1
         while name and name_in(where) != name:
             if time.monotonic() > until_s:
                 raise UsageError(
                     f"--moe-ckpt-persist-dir {where} on {socket.gethostname()} is not the folder that rank 0 writes to:"
                     " give one that all nodes share, as it has to outlive each of them"
                 )
-            time.sleep(0.1)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2.0)  # the nodes of a large job ask one file server
 
     def check(self) -> None:
         """Raises UsageError where another job has taken a place over."""

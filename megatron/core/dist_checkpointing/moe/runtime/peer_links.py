@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -119,8 +119,9 @@ class PeerLinks:
             thread.start()
             try:
                 self._store.set(str(self._rank), f"{address}:{listener.getsockname()[1]} {secret.hex()}")
+                places = self._places(others)
                 for other in others:
-                    self._add(self._called(other), other)
+                    self._add(self._called(other, places.get(other)), other)
                 waited = {(2 * self._rank - other) % world_size for other in others}  # as far before this rank
                 while waited:
                     connection, caller = self._caller(callers, address, tuple(sorted(waited)))
@@ -148,11 +149,22 @@ class PeerLinks:
     def _waited(self, address: str, left: tuple[int, ...]) -> str:
         return f"rank {self._rank} waited {self._timeout_s:g} s at {address} for {ranks_named(left)} to connect"
 
-    def _called(self, other: int) -> socket.socket:
+    def _places(self, others: Sequence[int]) -> dict[int, bytes]:
+        """Where ranks listen, of one answer of the store, which all ranks ask; empty where one of them did not say."""
+        keys = list(map(str, others))
+        try:
+            self._store.wait(keys, timedelta(seconds=self._left_s / 2))  # then the ranks that did are called all the same
+            return dict(zip(others, self._store.multi_get(keys), strict=True))
+        except RuntimeError:
+            return {}
+
+    def _called(self, other: int, place: bytes | None) -> socket.socket:
         where = "an address that it never told"
         try:
-            self._store.wait([str(other)], timedelta(seconds=self._left_s))
-            where, _, secret = self._store.get(str(other)).decode().partition(" ")
+            if place is None:
+                self._store.wait([str(other)], timedelta(seconds=self._left_s))
+                place = self._store.get(str(other))
+            where, _, secret = place.decode().partition(" ")
             host, port = where.rsplit(":", 1)
             connection = socket.create_connection((host, int(port)), timeout=self._left_s)
             connection.sendall(_HELLO.pack(bytes.fromhex(secret), self._rank))

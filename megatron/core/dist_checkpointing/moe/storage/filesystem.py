@@ -87,7 +87,10 @@ class FilesystemStore:
 
     def snapshots(self, rank: int | None = None) -> Listing:
         sealed, torn = [], []
+        part = "" if rank is None else f"-rank_{rank:05d}-"  # in all names of that rank's: to parse each takes longer
         for name in self._names():
+            if part not in name:
+                continue
             snapshot, path = SnapshotId.parse(name), self.directory / name
             aside = _ASIDE.fullmatch(name)
             unsealed = SnapshotId.parse(aside[2]) if aside and aside[1] == "writing" else None
@@ -105,6 +108,9 @@ class FilesystemStore:
             elif unsealed and name not in self._writing and not _is_gone(path):
                 torn.append(Torn(unsealed, str(path), f"{path}: it was never sealed, or is still being written"))
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: (item.snapshot, item.path))))
+
+    def ranks(self) -> frozenset[int]:
+        return SnapshotId.ranks_in(self._names())
 
     def open(self, snapshot: SnapshotId) -> FilesystemReader:
         path = self.directory / snapshot.name / SEGMENT
@@ -124,12 +130,14 @@ class FilesystemStore:
     def free(self, snapshot: SnapshotId) -> None:
         """As `ports.Store.free`: a sealed snapshot vanishes by one rename before its files are deleted."""
         with failing_as(f"free the {snapshot} in {self.directory}"):
-            if _is_there(self.directory / snapshot.name):
-                self.system.rename(self.directory / snapshot.name, self._new_name("freed", snapshot))
+            aside = self._new_name("freed", snapshot)
+            if is_there := _is_there(self.directory / snapshot.name):
+                self.system.rename(self.directory / snapshot.name, aside)
                 # Without this a power cut might bring the name back after its files were deleted.
                 sync_directory(self.directory, self.system)
             try:
-                self._delete_left(snapshot)
+                # By its name: the folder has snapshots of all ranks, and each of them would list it.
+                self._delete(aside) if is_there else self._delete_left(snapshot)
             except (OSError, StoreFailure) as error:  # on NFS, where anybody has a file of it open
                 log.warning("%s is free, but takes space until the next start: %s", snapshot, error)
 

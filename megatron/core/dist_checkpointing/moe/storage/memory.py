@@ -282,6 +282,9 @@ class MemoryStore:
                     if entry.segment not in self._segments:
                         self._unlink(entry.segment)
 
+    def ranks(self) -> frozenset[int]:
+        return frozenset(one.rank for one in self.snapshots().sealed)
+
     def sweep(self) -> None:
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
             for entry in self._slot.entries():

@@ -107,6 +107,10 @@ class ObjectStore:
                         )
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: item.snapshot)))
 
+    def ranks(self) -> frozenset[int]:
+        with remote(self.root):
+            return SnapshotId.ranks_in(self._names(self.root))
+
     def open(self, snapshot: SnapshotId) -> ObjectReader:
         with remote(self._folder(snapshot)):
             manifest = self._manifest(snapshot)

@@ -61,6 +61,11 @@ class SnapshotId:
         """The name in files and folders; sorts by iteration, then by rank."""
         return f"iter_{self.iteration:07d}-rank_{self.rank:05d}-{self.kind}"
 
+    @staticmethod
+    def ranks_in(names: Iterable[str]) -> frozenset[int]:
+        """The ranks of the snapshots that have one of these names; any other text counts for none."""
+        return frozenset(int(found[2]) for found in map(_NAME.fullmatch, names) if found)
+
     @classmethod
     def parse(cls, name: str) -> SnapshotId | None:
         """The snapshot of this name; None for any other text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -60,16 +61,27 @@ class SnapshotPlan:
 
     def digest(self) -> str:
         """128-bit hexadecimal digest, the same on each rank that plans the same; compared at window starts."""
-        # At once, and without asking enums, which is slow: there may be many thousands of operators.
-        names = {id(part): part.value for part in {id(part): part for part in self.parts.values()}.values()}
-        operators = (
-            f";{one.layer},{one.kind:d},{one.expert},{names[id(part)]}"
-            for one, part in sorted(self.parts.items(), key=_in_order)
-        )
-        return hashlib.blake2b(f"{self.iteration}{''.join(operators)}".encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{self.iteration}{_in_words(self.parts)}".encode(), digest_size=16).hexdigest()
 
     def __hash__(self) -> int:
         return hash((self.iteration, len(self.parts)))
+
+
+_WORDS: deque[tuple[Mapping[OperatorId, Part], str]] = deque(maxlen=32)
+"""Of the last plans, whose `parts` nobody changes: most iterations have those of an earlier one."""
+
+
+def _in_words(parts: Mapping[OperatorId, Part]) -> str:
+    """All that a digest is made of but the iteration: of thousands of operators, while training runs."""
+    for known, words in tuple(_WORDS):
+        if known is parts:
+            return words
+    # At once, and without asking enums, which is slow.
+    names = {id(part): part.value for part in {id(part): part for part in parts.values()}.values()}
+    ordered = sorted(parts.items(), key=_in_order)
+    words = "".join(f";{one.layer},{one.kind:d},{one.expert},{names[id(part)]}" for one, part in ordered)
+    _WORDS.append((parts, words))
+    return words
 
 
 CONSTANT = "constant"

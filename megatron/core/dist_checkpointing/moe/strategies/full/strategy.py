@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...types import SnapshotPlan, full_plan
 from ..base import NO_BUFFERS, BufferSpec, Job, Strategy, constant_buffers
 
@@ -16,8 +18,10 @@ class Full(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        whole = full_plan(0, job.changing)
+        self._whole = replace(whole, known=whole.operators)
         self._buffer_specs = (
-            BufferSpec(full_plan(0, job.changing), own=3, replica=2, trainer=True),
+            BufferSpec(self._whole, own=3, replica=2, trainer=True),
             *constant_buffers(job),
         )
 
@@ -27,7 +31,7 @@ class Full(Strategy):
         due, self._interval_policy = self._interval_policy.due(iteration)
         if not due:
             return None
-        return self._with_constants(full_plan(iteration, self._job.changing), last_iteration=iteration)
+        return self._with_constants(replace(self._whole, iteration=iteration), last_iteration=iteration)
 
     def buffer_specs(self) -> tuple[BufferSpec, ...]:
         return NO_BUFFERS if self._gave_up else self._buffer_specs
