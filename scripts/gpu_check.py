@@ -234,8 +234,8 @@ def check(machine: dict[str, Any], rehearsed: bool) -> None:
     """Refuse a machine on which no part can run."""
     if "torch" not in machine:
         raise UnusableMachine(f"{machine['error']}; set MOE_CKPT_PYTHON to an interpreter that has it")
-    if tuple(int(part) for part in machine["torch"].split("+")[0].split(".")[:2]) < (2, 6):
-        raise UnusableMachine(f"torch {machine['torch']} is not supported (expected 2.6 and newer)")
+    if tuple(int(part) for part in machine["torch"].split("+")[0].split(".")[:2]) < (2, 8):
+        raise UnusableMachine(f"torch {machine['torch']} is not supported (expected 2.8 and newer)")
     if machine["missing"]:
         raise UnusableMachine(
             f"missing packages: {', '.join(machine['missing'])}; run `make gpu-bundle`, or `make setup`"

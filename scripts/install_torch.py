@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pip._vendor.packaging.specifiers import SpecifierSet
 
-OLDEST, NEWEST = "2.6", "2.15.0"
+OLDEST, NEWEST = "2.8", "2.15.0"
 TORCH = f"torch>={OLDEST},<={NEWEST}"
 TOO_LONG_S = 1800
 """For a download of the CUDA build, which is 4.7 GB with what it needs."""

@@ -47,7 +47,7 @@ MODEL = (
 HEADING = """# Compatibility
 
 Supported are the newest minor release of Megatron-Core that is in the table and the two before it (N-2), on Python 3.12
-and 3.13 and torch 2.6 or newer. A release drops a core only with a new minor version, and the changelog names it.
+and 3.13 and torch 2.8 or newer. A release drops a core only with a new minor version, and the changelog names it.
 
 Made by `python tools/compatibility.py` from `results/compatibility.json`, which `--measure` writes in an environment
 with the release in question. A release that is not in the table was not looked at: `sparse` is refused there by name,

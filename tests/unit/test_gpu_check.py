@@ -45,7 +45,7 @@ MACHINE = {
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"torch": "2.4.1"}, "torch 2.4.1 is not supported (expected 2.6 and newer)"),
+        ({"torch": "2.4.1"}, "torch 2.4.1 is not supported (expected 2.8 and newer)"),
         ({"cuda": None}, "torch 2.11.0+cu130 is built for CPUs: "),
         ({"error": "Found no NVIDIA driver"}, "torch 2.11.0+cu130 for CUDA 13.0: Found no NVIDIA driver"),
         ({"missing": ["xxhash"]}, "missing packages: xxhash; "),

@@ -135,7 +135,7 @@ class StandbyAgent(NodeAgent):
         self._restarts = True
         super()._restart_workers(worker_group)
 
-    def _stop_workers(self, worker_group: WorkerGroup, *_: Any) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         restarts, self._restarts = self._restarts, False
         if restarts:
             self._survivors = self._those_that_stay(worker_group)
@@ -197,7 +197,9 @@ class StandbyAgent(NodeAgent):
                 "ROLE_WORLD_SIZE": worker.role_world_size,
             }
             environment: dict[str, Any] = {name: str(value) for name, value in (job | own).items()}
-            self._set_local_rank_env(environment, worker.local_rank, spec)
+            environment["LOCAL_RANK"] = str(worker.local_rank)
+            if hasattr(self, "_set_local_rank_env"):  # with --virtual-local-rank, which torch has had since 2.10
+                self._set_local_rank_env(environment, worker.local_rank, spec)
             environments[worker.local_rank] = environment
         return environments
 

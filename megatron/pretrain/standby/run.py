@@ -140,11 +140,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
             " out, or give --moe-ckpt-standbys 0"
         )
     export_unit(parser, options)
-    if options.rdzv_backend == "static" and str(options.nnodes) not in ("1", "1:1") and not options.standalone:
-        sys.stderr.write(
-            "moe-ckpt-run: static rendezvous: no spare can replace a node that is lost; give --rdzv-backend c10d"
-            " --rdzv-endpoint HOST:PORT in place of --master-addr and --node-rank\n"
-        )
     if given_s := getattr(options, "shutdown_timeout", None):
         os.environ.setdefault("MOE_CKPT_PATIENCE_S", str(given_s))  # ranks that park count on it
     if wanted := getattr(options, _NOT_THERE, None):
@@ -194,6 +189,11 @@ def refuse_what_cannot_start(options: argparse.Namespace) -> None:
     if wrong:
         sys.stderr.write(f"moe-ckpt-run: error: {wrong}\n")
         sys.exit(2)
+    if options.rdzv_backend == "static" and not options.standalone and parse_min_max_nnodes(options.nnodes)[1] > 1:
+        sys.stderr.write(
+            "moe-ckpt-run: static rendezvous: no spare can replace a node that is lost; give --rdzv-backend c10d"
+            " --rdzv-endpoint HOST:PORT in place of --master-addr and --node-rank\n"
+        )
 
 
 if __name__ == "__main__":

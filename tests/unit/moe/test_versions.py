@@ -48,7 +48,7 @@ def test_what_is_installed_here_is_supported_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("Python", "3.12.0rc1"), ("Python", "3.13.9"), ("torch", "2.6.0"), ("torch", "2.10.0a0+b4e4ee81d3.nv25.12"),
+        ("Python", "3.12.0rc1"), ("Python", "3.13.9"), ("torch", "2.8.0"), ("torch", "2.10.0a0+b4e4ee81d3.nv25.12"),
         ("torch", "3.0"), ("megatron-core", "0.17.0"), ("megatron-core", "0.19.99"),
     ],
 )  # fmt: skip
@@ -60,7 +60,8 @@ def test_versions_of_the_ranges_pass(name: str, version: str) -> None:
     ("name", "version", "supported"),
     [
         ("Python", "3.11.9", "3.12 to 3.13"),
-        ("torch", "2.5.1", "2.6 and newer"),
+        ("torch", "2.5.1", "2.8 and newer"),
+        ("torch", "2.7.1", "2.8 and newer"),
         ("megatron-core", "0.16.1", "0.17 to 0.19"),
     ],
 )

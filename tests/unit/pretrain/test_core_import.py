@@ -73,7 +73,7 @@ def test_a_start_says_that_torch_is_missing_before_it_imports_it(start: str) -> 
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith("torch is missing; 2.6 and newer are supported: pip install")
+    assert line.startswith("torch is missing; 2.8 and newer are supported: pip install")
 
 
 def test_functions_are_compiled_once_with_their_options_at_their_first_call() -> None:

@@ -24,6 +24,7 @@ from descriptors import room_for_open_files
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore, run
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megatron.core.dist_checkpointing.moe.errors import PeerLost
@@ -201,7 +202,7 @@ def test_options_that_torch_does_not_know_yet_are_taken_and_ranks_count_on_what_
 def test_a_launch_in_which_no_spare_could_join_says_so(
     given: str, is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parse_options([*given.split(), "train.py"])
+    refuse_what_cannot_start(parse_options([*given.split(), "--no-python", "train"]))
     assert (
         "no spare can replace a node that is lost; give --rdzv-backend c10d" in capsys.readouterr().err
     ) is is_warned
@@ -477,6 +478,30 @@ def test_a_rank_whose_launcher_has_ended_ends(ends: Ends, monkeypatch: pytest.Mo
     ends[1].close()
     with pytest.raises(PeerLost, match="launcher died"):
         slot.leave(WAIT_S)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_ranks_have_their_local_rank_whatever_release_of_torch_starts_them(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not knows:
+        monkeypatch.delattr(local_elastic_agent.LocalElasticAgent, "_set_local_rank_env", raising=False)
+    rendezvous_of_job = SimpleNamespace(get_run_id=lambda: "job")
+    spec = SimpleNamespace(
+        role="r", local_world_size=2, max_restarts=3, rdzv_handler=rendezvous_of_job, virtual_local_rank=False
+    )
+    workers = [SimpleNamespace(global_rank=4 + one, local_rank=one, role_rank=one, world_size=8, role_world_size=8)
+               for one in range(2)]  # fmt: skip
+    group = SimpleNamespace(
+        spec=spec, workers=workers, group_rank=2, group_world_size=4, master_addr="first", master_port=7
+    )
+    agent = object.__new__(agents.StandbyAgent)
+    vars(agent).update(_workers=SimpleNamespace(start=1))
+    found = methodcaller("_environments", group)(agent)
+    assert [(one["LOCAL_RANK"], one["RANK"], one["WORLD_SIZE"]) for one in found.values()] == [
+        ("0", "4", "8"),
+        ("1", "5", "8"),
+    ]
 
 
 def test_connections_that_cannot_be_closed_keep_no_rank_from_its_slot(

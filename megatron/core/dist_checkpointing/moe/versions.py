@@ -42,7 +42,7 @@ class Range:
 
 SUPPORTED = {
     "Python": Range((3, 12), (3, 14), "start it with one of these"),
-    "torch": Range((2, 6), None, "pip install 'torch>=2.6'"),
+    "torch": Range((2, 8), None, "pip install 'torch>=2.8'"),
     "megatron-core": Range(
         (0, 17), (0, 20), "pip install 'megatron-core>=0.17,<0.20', or put such a Megatron-LM on PYTHONPATH"
     ),

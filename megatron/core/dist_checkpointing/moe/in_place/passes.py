@@ -44,7 +44,7 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
 
 _FUSED = {"_fused_ops", "_fused_impl", "_fused_grouped_swiglu_ops"}
 _DISPATCHED = {"handle", "num_permuted_tokens", "_original_num_tokens", "_padded_num_tokens"}
-_OF_SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+_OF_SHARED_EXPERTS = {"cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score"}
 
 
 def _forget_passes(module: dict[str, Any]) -> None:
@@ -60,9 +60,9 @@ def _forget_passes(module: dict[str, Any]) -> None:
     if "current_max_attn_logits" in module:
         module["current_max_attn_logits"] = None
     # `--moe-shared-expert-overlap` computes in steps between those of the dispatcher, and insists on their order.
-    if "_overlap_state" in module:
+    if "_overlap_state" in module:  # since core 0.18
         module["_overlap_state"] = type(module["_overlap_state"]).IDLE
-        module.update(dict.fromkeys(_OF_SHARED_EXPERTS))
+    module.update(dict.fromkeys(module.keys() & _OF_SHARED_EXPERTS))
     # Operations that Transformer Engine fuses are in no list of modules, have such queues of their own, and are made
     # again in the next forward pass.
     module.update(dict.fromkeys(module.keys() & _FUSED))
