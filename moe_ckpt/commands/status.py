@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -78,9 +77,10 @@ def _default_place() -> Path:
 
     of_job, of_user = Path("/dev/shm") / f"moe-ckpt-job-{os.environ.get('SLURM_JOB_ID')}", default_memory_folder()
     for folder in (of_job, of_user):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            found = os.lstat(folder)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                raise UsageError(f"{folder} was made by another user: name the folder of the job")
-            return folder
+        if not folder.is_dir():
+            continue
+        found = os.lstat(folder)
+        if os.geteuid() and (stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid()):
+            raise UsageError(f"{folder} was made by another user: name the folder of the job")
+        return folder
     return of_user

@@ -175,6 +175,8 @@ def _added(directory: Path, sums: Collection[Path]) -> list[Path]:
     UnreadableCheckpoint."""
     try:
         there = [path for path in directory.iterdir() if path.name in _READ or path.name.startswith(OWN_FILES)]
+    except FileNotFoundError:
+        return []  # removed meanwhile
     except OSError as error:
         raise UnreadableCheckpoint(f"{directory} cannot be read: {error}; take another iteration") from error
     return sorted(path for path in there if path not in sums and path.name != NAME)
@@ -201,7 +203,9 @@ def identities(folders: Iterable[Path]) -> Identities:
         found = {path: path.stat() for folder in folders for path in folder.iterdir()}
     except OSError as error:
         raise UnreadableCheckpoint(f"{error.filename} cannot be read ({error.strerror}); try again") from error
-    kept = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")  # the last is none that a writer chooses
+    kept = ["st_dev", "st_ino", "st_size", "st_mtime_ns"]
+    if is_keyed():  # the result will be signed, and this is no time that a writer chooses
+        kept.append("st_ctime_ns")
     return {path: tuple(getattr(one, name) for name in kept) for path, one in found.items()}
 
 

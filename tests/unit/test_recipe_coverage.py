@@ -46,7 +46,7 @@ OTHERS = {
     "fp4_quantizer_factory", "fp8_quantizer_factory", "gtp_weight_remat_size", "inprocess_restart",
     "logits_save_dir", "moe_use_upcycling", "perform_rl_step", "result_rejected_tracker_filename", "save_experts",
     "save_experts_scope", "save_experts_selection", "sft", "step_batch_size_schedule", "tp_comm_bootstrap_backend",
-    "use_custom_fsdp", "use_kitchen", "vision_pretraining",
+    "use_custom_fsdp", "use_kitchen", "vision_pretraining_type",
     # Of folders, where checkpoints are signed or compared with storage.
     "ckpt_format", "load", "save",
     # Two have recipes of modules, which come from files: of MXFP8 and of NVFP4.

@@ -703,7 +703,7 @@ def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
         ("a b", "give one of --to dense, --to hf and --from hf"),
         ("--to hf --from hf a b", "give one of --to dense, --to hf and --from hf"),
         ("--to dense --max-shard-size 2GB a b", "--hf-model and --max-shard-size are for --to hf"),
-        ("--to hf --max-shard-size 2x a b", "2x"),
+        ("--to hf --max-shard-size 2x / b", "2x"),
         ("--to hf a b -- --flag", "a is converted without a job: leave out the flags after --, --flag"),
     ],
 )

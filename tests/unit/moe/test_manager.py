@@ -262,7 +262,8 @@ def test_a_launcher_sees_whether_a_rank_is_to_blame_before_training_began(
         with Hooks(None, "", None):
             fails()
 
-    model: Any = SimpleNamespace(config=TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2))
+    model: Any = torch.nn.Module()
+    model.config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     config = MoECheckpointConfig(strategy="full")
     sizes = {"train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1, "seq_length": 1}
     made: Any = SimpleNamespace(_session=SimpleNamespace(restore=fails), _trainer=None, abandon=lambda: None)
@@ -439,7 +440,7 @@ class Standing:
     """A watcher that was interrupting the main thread, so that its first answer may be that error."""
 
     def __init__(self, *errors: Exception, cause: Cause | None = Cause.PEER_LOST) -> None:
-        self.errors, self.interrupted, self.stopped = list(errors), cause, list[bool]()
+        self.errors, self.interrupted, self.stopped, self.hung_up = list(errors), cause, list[bool](), False
 
     def stand_down(self) -> None:
         if self.errors:

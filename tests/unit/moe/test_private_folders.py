@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.process_info import JobClaim, ProcessInfo, memory_folder, open_memory
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.storage.ownership import default_memory_folder
+from megatron.core.dist_checkpointing.moe.storage.ownership import check_outside, default_memory_folder
 
 PLACE = ProcessInfo(0, "node-0", "job")
 STRANGER = 65_534
@@ -115,11 +116,15 @@ def test_a_folder_that_others_could_exchange_is_refused(base: Path) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("mode", [0o755, 0o1777], ids=oct)
-def test_a_folder_that_the_owner_of_the_one_around_it_could_exchange_is_refused(base: Path, mode: int) -> None:
+@pytest.mark.parametrize(("mode", "says"), [(0o1777, "insecure memory dir .* who can put another"), (0o755, None)])
+def test_a_folder_that_somebody_shares_and_could_exchange_is_refused(
+    mode: int, says: str | None, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.chown(base.parent, STRANGER, STRANGER)
     base.parent.chmod(mode)
-    refused(base, f"insecure memory dir {base}: {base.parent} belongs to user .*, who can put another folder in its")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UsageError, match=says) if says else contextlib.nullcontext():
+        check_outside(base)
 
 
 def test_what_is_refused_is_refused_before_any_of_it_is_read(base: Path) -> None:

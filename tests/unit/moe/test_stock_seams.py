@@ -102,7 +102,7 @@ def given(**changes: Any) -> tuple[MoECheckpointConfig, argparse.Namespace]:
         {"pipeline_model_parallel_layout": "Et|t|m|L"},
         {"logits_save_dir": "logits"},
         {"error_injection_rate": 1000},
-        {"vision_pretraining": True},
+        {"vision_pretraining_type": "dino"},
         {"moe_router_force_biased": -0.1},
     ],
     ids=lambda flag: next(iter(flag)),

@@ -43,7 +43,9 @@ def test_nobody_else_reaches_into_what_will_be_signed_until_it_has_its_name(dire
     directory.root.chmod(0o2775)  # of a group: what is made in it belongs to that group too
     usual = directory.stage(1).stat().st_mode
     staging = directory.stage(3, is_signed=True)
-    assert stat.S_IMODE(staging.stat().st_mode) == 0o700
+    assert stat.S_IMODE(staging.stat().st_mode) == 0o2700
+    (staging / "inside").mkdir()
+    assert (staging / "inside").stat().st_mode & stat.S_ISGID
     directory.require_own(3)
     directory.place(3)
     assert directory.folder(3).stat().st_mode == usual

@@ -30,7 +30,7 @@ from moe_ckpt.dense.names import (
     read_beside,
 )
 
-from ..errors import UnreadableCheckpoint, UsageError
+from ..errors import StoreFailure, UnreadableCheckpoint, UsageError
 from ..storage.manifest import is_keyed
 from .directory import CheckpointDirectory
 from .writing import RankFailure, await_everywhere, on_rank_zero, raise_on_all_ranks
@@ -86,11 +86,11 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None
         The folder of that checkpoint; None where there is none.
 
     Raises:
-        UnreadableCheckpoint: On all ranks: there are checkpoints, and none that was asked for is intact; or, behind the
-            block, the one that was loaded was replaced meanwhile.
+        UnreadableCheckpoint: On all ranks: there are checkpoints, and none that was asked for is intact.
+        StoreFailure: On all ranks, behind the block: the one that was loaded was replaced meanwhile.
         UsageError: On all ranks: the tracker names no checkpoint.
     """
-    seen: dict[Path, tuple[int, ...]] = {}
+    seen = _Seen()
     chosen = _chosen(on_rank_zero(lambda: _candidates(args, load_arg), (UsageError,)), args, seen)
     if chosen is None:
         yield None
@@ -101,8 +101,7 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None
         yield chosen.folder
     finally:
         vars(args).update(before)
-    # Megatron-LM has opened the files by name once more, after they were compared.
-    on_rank_zero(lambda: integrity.refuse_saved_again(seen), (UnreadableCheckpoint,))
+    seen.require_same()
 
 
 def has_chain(folder: Path) -> bool:
@@ -124,11 +123,53 @@ def is_doubtful(folder: Path) -> bool:
     return (folder / DOUBTFUL).is_file()
 
 
-def _chosen(candidates: list[_Loadable], args: Any, seen: dict[Path, tuple[int, ...]]) -> _Loadable | None:
-    """The first that is intact; None if there are none. Raises UnreadableCheckpoint. A collective.
+class _Seen:
+    """The files of a checkpoint as they were compared: Megatron-LM opens them by name once more. Rank 0 looks."""
 
-    seen: gets on rank 0 what tells its files apart from later ones.
-    """
+    def __init__(self) -> None:
+        self._folder, self._sums = Path(), dict[Path, FileSum]()
+        self._files = dict[Path, tuple[int, ...]]()
+
+    def take(self, folder: Path, sums: Mapping[Path, FileSum] | None) -> None:
+        """The files of this one, from now on."""
+        self._folder, self._sums = folder, dict(sums or {})
+        self._files = self._found()
+
+    def require_same(self) -> None:
+        """Compare once more what was touched since, as by whoever links or groups files: most often it is as it was.
+
+        A collective. Raises StoreFailure on all ranks where another one took its place.
+        """
+        touched, replaced = on_rank_zero(self._touched)
+        if not (touched or replaced):
+            return
+        try:
+            require_intact(touched)
+            raise_on_all_ranks(f"{replaced} is another file" if replaced else None)
+        except RankFailure as failure:
+            raise StoreFailure(f"a checkpoint was saved again while it was loaded: {failure}; start again") from None
+
+    def _touched(self) -> tuple[dict[Path, FileSum], str]:
+        now = self._found()
+        paths = [path for path, one in self._files.items() if now.get(path) != one]
+        if self._sums:
+            return {path: self._sums[path] for path in paths}, ""
+        # Without sums, by what a writer changes: length and time.
+        other = [path for path in paths if now.get(path, ())[2:4] != self._files[path][2:4]]
+        return {}, str(other[0]) if other else ""
+
+    def _found(self) -> dict[Path, tuple[int, ...]]:
+        paths = [*self._sums] or ([*self._folder.iterdir()] if self._folder.is_dir() else [])
+        found = dict[Path, tuple[int, ...]]()
+        for path in paths:
+            with contextlib.suppress(OSError):  # a link that leads nowhere, or a name that is gone
+                one = path.stat()
+                found[path] = one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
+        return found
+
+
+def _chosen(candidates: list[_Loadable], args: Any, seen: _Seen) -> _Loadable | None:
+    """The first that is intact; None if there are none. Raises UnreadableCheckpoint. A collective."""
     refused: list[str] = []
     for candidate in candidates:
         try:
@@ -148,13 +189,12 @@ def _chosen(candidates: list[_Loadable], args: Any, seen: dict[Path, tuple[int, 
     return None
 
 
-def _require_intact(candidate: _Loadable, args: Any, seen: dict[Path, tuple[int, ...]]) -> None:
+def _require_intact(candidate: _Loadable, args: Any, seen: _Seen) -> None:
     """Raises UnreadableCheckpoint or RankFailure, on all ranks."""
 
     def look() -> Mapping[Path, FileSum] | None:
         found = _sums(candidate.folder, args)
-        seen.clear()
-        seen.update(integrity.identities({candidate.folder, *(path.parent for path in found or ())}))
+        seen.take(candidate.folder, found)
         return found
 
     sums = on_rank_zero(look, (UnreadableCheckpoint,))

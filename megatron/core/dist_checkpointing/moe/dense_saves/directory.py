@@ -66,9 +66,9 @@ class CheckpointDirectory:
         if is_signed:
             mode = stat.S_IMODE(staging.stat().st_mode)
             with suppress(OSError):  # storage that has no modes
-                staging.chmod(0o700)
+                staging.chmod(0o700 | mode & stat.S_ISGID)  # for files in it to belong to the group of the folder
             found = staging.stat()
-            if stat.S_IMODE(found.st_mode) == 0o700:
+            if not stat.S_IMODE(found.st_mode) & 0o077:
                 self._private[iteration] = mode, found
         return staging
 

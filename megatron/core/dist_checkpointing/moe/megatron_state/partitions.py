@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
@@ -85,13 +86,13 @@ def draws_in(chunks: Sequence[torch.nn.Module]) -> str:
     of_settings = "dropout" in " ".join(found)  # layers of core are made of these
     for module in modules:
         own = {
-            "dropout": getattr(module, "p", 0.0) if isinstance(module, torch.nn.Dropout) and not of_settings else 0.0,
+            "dropout": module.p if isinstance(module, _DropoutNd) and not of_settings else 0.0,
             # Of core's RADIO, and of its audio.
             "pos_dropout": getattr(module, "pos_dropout", None),
             "has_cpe": getattr(module, "has_cpe", False) and not getattr(module, "force_cpe_eval_mode", False),
             "dither": getattr(module, "dither", None),
         }
-        found |= {f"{name} {value}": None for name, value in own.items() if value}
+        found |= {f"{name} {value}": None for name, value in own.items() if isinstance(value, int | float) and value}
     return ", ".join(found)
 
 

@@ -47,7 +47,7 @@ def kept_folder(path: str | Path) -> Iterator[None]:
 def forget_verdict() -> None:
     """Ranks are started again, since others of this launcher have failed: that of the attempt before does not count."""
     if VERDICT_FILE in os.environ:
-        for file in (Path(os.environ[VERDICT_FILE]), _beside("early")):
+        for file in (Path(os.environ[VERDICT_FILE]), _beside("early"), _beside("strict")):
             file.unlink(missing_ok=True)
 
 

@@ -253,7 +253,7 @@ _ALWAYS: tuple[_Rule, ...] = (
     ("use_torch_fsdp2", bool, _SHARDED),
     ("perform_rl_step", bool, "rollouts and the reference model are state that no snapshot has"),
     ("skip_train", bool, "there is nothing to protect"),
-    ("vision_pretraining", bool, "what follows its weights without an optimizer counts as constant"),
+    ("vision_pretraining_type", lambda kind: kind == "dino", "a teacher without an optimizer counts as constant"),
     ("logits_save_dir", bool, "logits wait in the process for a checkpoint, and no snapshot has them"),
     ("error_injection_rate", bool, "it draws random numbers in each iteration but the first one of a start"),
     (

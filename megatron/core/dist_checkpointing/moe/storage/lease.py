@@ -308,7 +308,7 @@ class Lease:
             self._wait(self._place.settle_s)
             if self._place.read() != own:
                 return False
-        self._is_inherited = found is not None and found.job == self._own.job
+        self._is_inherited = found is not None and found.is_same_run(self._own)
         if found is not None and found.job != self._own.job:
             log.warning("%s: taking over the expired lease of %s", self._where, found)
         return True

@@ -234,7 +234,7 @@ def _first_line() -> bytes:
 def _finish(line: bytes, facts: dict[str, object]) -> str:
     """Carry out the orders of a line; the iterations that they were of, in words."""
     _skip_megatron_core()
-    from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
+    from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint, UsageError
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
     from megatron.core.dist_checkpointing.moe.storage.lease import holder_of, name_in
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
@@ -259,7 +259,11 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
             nonlocal checked_s
             if time.monotonic() - checked_s < pause_s:
                 return
-            name, checked_s = name_in(str(facts["place"])), time.monotonic()  # raises where that cannot be read
+            try:
+                name: str | None = name_in(str(facts["place"]))
+            except (StoreFailure, UsageError):
+                name = None  # not known now: then only what lies there counts
+            checked_s = time.monotonic()
             if name in ("", facts["lease"]):
                 return
             with suppress(UnreadableCheckpoint), storage.open(order.manifest.snapshot):
