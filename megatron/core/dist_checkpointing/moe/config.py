@@ -273,9 +273,9 @@ class MoECheckpointConfig:
     )
     copy_placement: str = flag(
         "spread",
-        "when copies to host memory and to peers run within the passes. spread: evenly; bubbles: first while this "
-        "pipeline stage is idle, the rest during computation; bubbles needs pipeline stages and --moe-ckpt-copy-rate "
-        "auto",
+        "when copies run within the passes. spread: to host memory evenly, to peers at once; bubbles: both first while "
+        "this pipeline stage is idle, the rest during computation; bubbles needs pipeline stages and "
+        "--moe-ckpt-copy-rate auto",
         choices=("spread", "bubbles"),
     )
     replicas: int | None = flag(
