@@ -64,6 +64,25 @@ def shown(folder: Path, store: Any, rank: int, report: ProtectionReport, node: s
     board.close()
 
 
+@pytest.mark.parametrize(("ranks", "is_newest"), [(2, True), (10**6, False)])
+def test_ranks_of_a_large_job_write_into_the_one_store_as_seldom_as_that_takes_all_of_them(
+    ranks: int, is_newest: bool, store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "INTERVAL_S", 0.05)
+    folder, key = slot(tmp_path, 0), published.STATUS_KEY.format(0)
+    board = StatusBoard(folder, store, {"rank": 0, "world_size": ranks, "node": "n", "job": "job", "strategy": "full"})
+    for report in (WELL, POOR):
+        board.show(report)
+        deadline_s, said = time.monotonic() + 30, f'"protected_iteration": {report.protected_iteration}'
+        while not (path := folder / published.STATUS_FILE).exists() or said not in path.read_text():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+    time.sleep(0.2)  # the store is written to behind the file
+    found = json.loads(store_of(store).get(key))
+    board.close()
+    assert (found["protected_iteration"] == POOR.protected_iteration) is is_newest
+
+
 def test_whoever_has_closed_the_status_can_remove_its_folder(
     store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

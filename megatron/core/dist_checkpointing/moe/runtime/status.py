@@ -37,6 +37,8 @@ STATUS_KEY = "moe-ckpt/status/{}"
 """In the store, with the rank's number."""
 INTERVAL_S = 2.0
 """At most so often, whatever an iteration takes."""
+PER_S = 1000
+"""How many ranks in all write into the store in a second: one server has all of them."""
 
 
 class StatusBoard:
@@ -51,8 +53,9 @@ class StatusBoard:
     def __init__(self, folder: Path, store: Store, facts: Mapping[str, Json]) -> None:
         self._folder, self._store = folder, readable(store)
         where = None if self._store is None else f"{self._store.host}:{self._store.port}"
-        self._facts = {"version": STATUS_VERSION, **facts, "store": where}
+        self._facts: dict[str, Any] = {"version": STATUS_VERSION, **facts, "store": where}
         self._report: ProtectionReport | None = None
+        self._due_s = 0.0
         self._news, self._closed, self._writing = threading.Event(), threading.Event(), threading.Lock()
         threading.Thread(target=self._run, name="moe-ckpt-status", daemon=True).start()
 
@@ -84,7 +87,8 @@ class StatusBoard:
             self._closed.wait(INTERVAL_S)  # not `sleep`: `close` ends it
 
     def _publish(self, text: str) -> None:
-        if self._store is not None:
+        if self._store is not None and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + self._facts.get("world_size", 1) / PER_S
             self._store.set(STATUS_KEY.format(self._facts["rank"]), text)
 
 
