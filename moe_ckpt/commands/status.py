@@ -80,7 +80,8 @@ def _default_place() -> Path:
         if not folder.is_dir():
             continue
         found = os.lstat(folder)
-        if os.geteuid() and (stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid()):
+        is_others = os.geteuid() not in (0, found.st_uid)
+        if stat.S_ISLNK(found.st_mode) or is_others:
             raise UsageError(f"{folder} was made by another user: name the folder of the job")
         return folder
     return of_user

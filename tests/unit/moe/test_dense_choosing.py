@@ -69,6 +69,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_taken_for_what_
     shard = tmp_path / "iter_0000004" / "__0_0.distcp"
     if not is_sealed:
         (shard.parent / NAME).unlink()
+        shard = shard.parent / "mp_rank_00" / "model_optim_rng.pt"
+        shard.parent.mkdir()
+        shard.write_bytes(b"4")
 
     def load() -> None:
         with intact_checkpoint(arguments(tmp_path, ckpt_format="torch_dist" if is_sealed else "torch")):

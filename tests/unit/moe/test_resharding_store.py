@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.policy.resharding import Grid, RecordKey
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Listing, SnapshotId, Torn
 from megatron.core.dist_checkpointing.moe.recovery.inventory import listing
 from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor, fitted
 from megatron.core.dist_checkpointing.moe.resharding.store import ReshardingStore
@@ -636,3 +637,32 @@ def test_ranks_that_an_earlier_layout_alone_had_are_shared_out_too(rank: int, fo
     store = view(folder, rank)
     store.look_together(OneOf(rank, 2))  # type: ignore[arg-type]
     assert store.timelines
+
+
+@pytest.mark.parametrize("way", ["cannot be listed", "has one that may be there again", "has one that may open again"])
+def test_storage_that_cannot_be_read_now_is_looked_at_by_all_ranks(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(FilesystemStore(tmp_path, 0), 0, share(0), NEW)
+    store, looked = view(tmp_path), list[int]()
+
+    def listed(self: FilesystemStore, rank: int | None = None) -> Listing:
+        torn = Torn(SnapshotId(4, 0), "it", "Stale file handle", may_pass=way == "has one that may be there again")
+        return Listing((SnapshotId(4, 0),), (torn,))
+
+    def fails(*_: object) -> Any:
+        try:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        except OSError as error:
+            raise (StoreFailure if "listed" in way else UnreadableCheckpoint)("it is stale") from error
+
+    if "listed" in way:
+        monkeypatch.setattr(FilesystemStore, "ranks", fails)
+    else:
+        monkeypatch.setattr(FilesystemStore, "snapshots", listed)
+    if "open" in way:
+        monkeypatch.setattr(FilesystemStore, "open", fails)
+    one: Any = OneOf(0, 1)
+    one.total = lambda values: looked.extend(values) or tuple(values)
+    store.look_together(one)
+    assert looked == [1]

@@ -131,9 +131,12 @@ class _Seen:
         self._files = dict[Path, tuple[int, ...]]()
 
     def take(self, folder: Path, sums: Mapping[Path, FileSum] | None) -> None:
-        """The files of this one, from now on."""
+        """The files of this one, from now on. Raises UnreadableCheckpoint."""
         self._folder, self._sums = folder, dict(sums or {})
-        self._files = self._found()
+        try:
+            self._files = self._found()
+        except OSError as error:
+            raise UnreadableCheckpoint(f"{folder} cannot be read: {error}; take another iteration") from error
 
     def require_same(self) -> None:
         """Compare once more what was touched since, as by whoever links or groups files: most often it is as it was.
@@ -159,7 +162,8 @@ class _Seen:
         return {}, str(other[0]) if other else ""
 
     def _found(self) -> dict[Path, tuple[int, ...]]:
-        paths = [*self._sums] or ([*self._folder.iterdir()] if self._folder.is_dir() else [])
+        # Without sums also files in folders, as of a rank: of those a folder tells nothing.
+        paths = [*self._sums] or [one for one in self._folder.rglob("*") if one.is_file()]
         found = dict[Path, tuple[int, ...]]()
         for path in paths:
             with contextlib.suppress(OSError):  # a link that leads nowhere, or a name that is gone

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..errors import NotAccepted, StoreFailure, UnreadableCheckpoint, UsageError, format_error
+from ..errors import NotAccepted, StoreFailure, UnreadableCheckpoint, UsageError, format_error, may_pass
 from ..policy.lineage import Lineage, belongs, newest_first
 from ..policy.resharding import freed_by
 from ..ports import Json, Layout, Listing, Manifest, Reader, SnapshotId, Store, Transport, Writer
@@ -231,9 +230,16 @@ class ReshardingStore:
 
     def _has_others(self, rank: int) -> bool:
         """Whether another layout stored any snapshot of a rank."""
-        for snapshot in self._store.snapshots(rank).sealed:
-            with suppress(UnreadableCheckpoint), self._store.open(snapshot) as reader:
-                if not is_same_layout(reader.manifest.facts.topology, self._layout):
+        listed = self._store.snapshots(rank)
+        if any(torn.may_pass for torn in listed.torn):  # it may be, and whoever looks later sees
+            return True
+        for snapshot in listed.sealed:
+            try:
+                with self._store.open(snapshot) as reader:
+                    if not is_same_layout(reader.manifest.facts.topology, self._layout):
+                        return True
+            except UnreadableCheckpoint as error:
+                if may_pass(error):
                     return True
         return False
 

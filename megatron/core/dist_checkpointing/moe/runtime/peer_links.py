@@ -153,8 +153,8 @@ class PeerLinks:
         """Where ranks listen, of one answer of the store, which all ranks ask; empty where one of them did not say."""
         keys = list(map(str, others))
         try:
-            # For half of the time: then the ranks that have said it are called all the same.
-            self._store.wait(keys, timedelta(seconds=self._left_s / 2))
+            # For a part of the time: then the ranks that have said it are called all the same.
+            self._store.wait(keys, timedelta(seconds=self._left_s / 10))
             return dict(zip(others, self._store.multi_get(keys), strict=True))
         except RuntimeError:
             return {}

@@ -37,8 +37,8 @@ STATUS_KEY = "moe-ckpt/status/{}"
 """In the store, with the rank's number."""
 INTERVAL_S = 2.0
 """At most so often, whatever an iteration takes."""
-PER_S = 1000
-"""How many ranks in all write into the store in a second: one server has all of them."""
+PER_S, LONGEST_S = 1000, 20.0
+"""How many ranks write into the store, one server, in a second; and the longest that one waits for that."""
 
 
 class StatusBoard:
@@ -72,23 +72,30 @@ class StatusBoard:
         self._news.set()
 
     def _run(self) -> None:
-        while self._news.wait() and not self._closed.is_set():
-            self._news.clear()  # before the report is read: one that comes in between wakes this thread again
-            assert self._report is not None
-            text = json.dumps(self._facts | facts_of(self._report) | _memory_left(self._folder))
-            # By one rename, so that nobody reads half of it. Not synced: it means nothing once the node is down.
-            with self._writing, suppress(OSError):
-                if self._closed.is_set():
-                    return
-                (aside := self._folder / f".{STATUS_FILE}.{os.getpid()}").write_text(text)
-                aside.replace(self._folder / STATUS_FILE)
-            with suppress(RuntimeError, OSError):
-                self._publish(text)
+        late: str | None = None  # that the store does not have yet
+        while True:
+            self._news.wait(None if late is None else max(0.0, self._due_s - time.monotonic()))
+            if self._closed.is_set():
+                return
+            if self._news.is_set():
+                self._news.clear()  # before the report is read: one that comes in between wakes this thread again
+                assert self._report is not None
+                late = json.dumps(self._facts | facts_of(self._report) | _memory_left(self._folder))
+                # By one rename, so that nobody reads half of it. Not synced: it means nothing once the node is down.
+                with self._writing, suppress(OSError):
+                    if self._closed.is_set():
+                        return
+                    (aside := self._folder / f".{STATUS_FILE}.{os.getpid()}").write_text(late)
+                    aside.replace(self._folder / STATUS_FILE)
+            if late is not None and time.monotonic() >= self._due_s:
+                with suppress(RuntimeError, OSError):
+                    self._publish(late)
+                late = None
             self._closed.wait(INTERVAL_S)  # not `sleep`: `close` ends it
 
     def _publish(self, text: str) -> None:
-        if self._store is not None and time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + self._facts.get("world_size", 1) / PER_S
+        if self._store is not None:
+            self._due_s = time.monotonic() + min(self._facts.get("world_size", 1) / PER_S, LONGEST_S)
             self._store.set(STATUS_KEY.format(self._facts["rank"]), text)
 
 

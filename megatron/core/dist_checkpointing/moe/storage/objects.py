@@ -108,7 +108,7 @@ class ObjectStore:
         return Listing(tuple(sorted(sealed)), tuple(sorted(torn, key=lambda item: item.snapshot)))
 
     def ranks(self) -> frozenset[int]:
-        with remote(self.root):
+        with failing_as(f"list {self.root}"), remote(self.root):
             return SnapshotId.ranks_in(self._names(self.root))
 
     def open(self, snapshot: SnapshotId) -> ObjectReader:

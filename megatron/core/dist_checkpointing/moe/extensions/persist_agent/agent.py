@@ -234,7 +234,7 @@ def _first_line() -> bytes:
 def _finish(line: bytes, facts: dict[str, object]) -> str:
     """Carry out the orders of a line; the iterations that they were of, in words."""
     _skip_megatron_core()
-    from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint, UsageError
+    from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
     from megatron.core.dist_checkpointing.moe.storage.lease import holder_of, name_in
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
@@ -261,7 +261,7 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
                 return
             try:
                 name: str | None = name_in(str(facts["place"]))
-            except (StoreFailure, UsageError):
+            except StoreFailure:
                 name = None  # not known now: then only what lies there counts
             checked_s = time.monotonic()
             if name in ("", facts["lease"]):
