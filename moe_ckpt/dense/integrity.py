@@ -203,10 +203,13 @@ def identities(folders: Iterable[Path]) -> Identities:
         found = {path: path.stat() for folder in folders for path in folder.iterdir()}
     except OSError as error:
         raise UnreadableCheckpoint(f"{error.filename} cannot be read ({error.strerror}); try again") from error
-    kept = ["st_dev", "st_ino", "st_size", "st_mtime_ns"]
-    if is_keyed():  # the result will be signed, and this is no time that a writer chooses
-        kept.append("st_ctime_ns")
-    return {path: tuple(getattr(one, name) for name in kept) for path, one in found.items()}
+    kept = 5 if is_keyed() else 4  # where the result will be signed, also the time that no writer chooses
+    return {path: identity(one)[:kept] for path, one in found.items()}
+
+
+def identity(found: os.stat_result) -> tuple[int, ...]:
+    """Of a file: device, inode, length, and when its content and its inode changed, in nanoseconds."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def refuse_saved_again(before: Identities) -> None:

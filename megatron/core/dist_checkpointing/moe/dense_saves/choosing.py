@@ -119,8 +119,8 @@ def has_stale_experts(folder: Path) -> bool:
 
 
 def is_doubtful(folder: Path) -> bool:
-    """Whether a checkpoint was saved to have a doubtful iteration run again from it."""
-    return (folder / DOUBTFUL).is_file()
+    """Whether core saved a checkpoint to have a doubtful iteration run again from it. A collective."""
+    return on_rank_zero((folder / DOUBTFUL).is_file)
 
 
 class _Seen:
@@ -167,8 +167,7 @@ class _Seen:
         found = dict[Path, tuple[int, ...]]()
         for path in paths:
             with contextlib.suppress(OSError):  # a link that leads nowhere, or a name that is gone
-                one = path.stat()
-                found[path] = one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
+                found[path] = integrity.identity(path.stat())
         return found
 
 

@@ -25,11 +25,9 @@ from .megatron import names_of_parameters
 from .operators import SINKS, GlobalName, StateTensor, is_constant, is_partitioned
 from .quantization import multiplies_in_four_bits
 
-_GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 # Of Mamba, gated delta-net and MLA with --mla-down-proj-fusion: a rank has its part of queries or gates, then of keys,
 # and so on, of unequal sizes.
 _FUSED = re.compile(r".*\.(?:in_proj|conv1d|linear_qkv_down_proj)[._](?:weight|bias)")
-_GATED_SHARED = ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.bias")
 # First layers in which blocks of gates and of values alternate: a part of their names, and the settings that say so.
 _INTERLEAVING = {
     ".experts.linear_fc1.": ("moe_mlp_glu_interleave_size",),
@@ -55,7 +53,6 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
         UsageError: A tensor is cut in another way.
     """
     in_halves = _in_halves(chunks)
-    is_gated = bool(unwrap_model(list(chunks))[0].config.gated_linear_unit)
     grids = {}
     for parameter, of in names_of_parameters(chunks, topology).items():
         axis = _axis(parameter, of)
@@ -63,8 +60,7 @@ def tensor_grids(chunks: Sequence[torch.nn.Module], topology: Topology) -> Mappi
             grids[of.name] = Grid(1, parameter.numel())
         else:
             ranks = topology.expert_tp if of.operator.is_expert else topology.tp
-            is_halved = in_halves.get(parameter, is_gated and _is_first_layer(of.name, of.operator.is_expert))
-            grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, is_halved)
+            grids[of.name] = _grid(of.name, tuple(parameter.shape), axis, ranks, in_halves.get(parameter, False))
     return grids
 
 
@@ -81,8 +77,9 @@ def draws_in(chunks: Sequence[torch.nn.Module]) -> str:
         chunks: The model chunks of this rank.
     """
     modules = [module for model in unwrap_model(list(chunks)) for module in model.modules()]
-    configs = [config for module in modules if (config := getattr(module, "config", None)) is not None]
-    found = dict.fromkeys(one for config in configs for one in random_draws(config).split(", ") if one)
+    # Most modules have the very one of the model.
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    found = dict.fromkeys(one for config in configs.values() for one in random_draws(config).split(", ") if one)
     of_settings = "dropout" in " ".join(found)  # layers of core are made of these
     for module in modules:
         own = {
@@ -115,10 +112,6 @@ def _axis(parameter: torch.nn.Parameter, of: GlobalName) -> int | None:
     return axis
 
 
-def _is_first_layer(name: str, of_expert: bool) -> bool:
-    return name.endswith((*_GATED, *_GATED_SHARED)) or (of_expert and "linear_fc1." in name)
-
-
 def _in_halves(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, bool]:
     """Of the parameters of each first layer whether gates stand before values, as the module that has it says: a tower
     for images has a configuration of its own, which may have no gates where the language model has some."""
@@ -135,11 +128,11 @@ def _in_halves(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, bo
             f".{where}.linear_fc1.".endswith(part) and all(getattr(config, setting, None) for setting in settings)
             for part, settings in _INTERLEAVING.items()
         )
-        for name, parameter in layer.named_parameters():
-            is_first = isinstance(module, MLP) or _is_first_layer(
-                f"{where}.linear_fc1.{name}", ".experts." in f".{where}."
-            )
-            found[parameter] = bool(config.gated_linear_unit) and is_first and not alternates
+        is_first = (
+            isinstance(module, MLP) or where.endswith(("mlp", "mlp.shared_experts")) or ".experts." in f".{where}."
+        )
+        halved = bool(config.gated_linear_unit) and is_first and not alternates
+        found |= {one: halved and name.startswith(("weight", "bias")) for name, one in layer.named_parameters()}
     return found
 
 

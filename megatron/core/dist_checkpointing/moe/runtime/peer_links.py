@@ -153,7 +153,7 @@ class PeerLinks:
         """Where ranks listen, of one answer of the store, which all ranks ask; empty where one of them did not say."""
         keys = list(map(str, others))
         try:
-            # For a part of the time: then the ranks that have said it are called all the same.
+            # A tenth of the time: then ranks are dialled one by one, as far as each has published its address.
             self._store.wait(keys, timedelta(seconds=self._left_s / 10))
             return dict(zip(others, self._store.multi_get(keys), strict=True))
         except RuntimeError:

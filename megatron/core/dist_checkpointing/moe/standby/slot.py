@@ -366,7 +366,7 @@ class WorkerSlot:
                         self._interruptible.wait(FINISH_S)
                     try:
                         hang_up()
-                    except Exception:  # the main thread may close the same connections: the loop goes on for the slot
+                    except Exception:  # a race with the main thread, which closes them too; the slot is still to come
                         log.exception("connections could not be closed for a restart of training")
                 elif "slot" in message:
                     self.is_called_off = False

@@ -17,10 +17,9 @@ from megatron.core.utils import unwrap_model
 from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
 
 from ..core_versions.training import is_in_doubt, replaced, saving_without_padding
-from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint, is_doubtful
+from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.saving import DenseSaves
-from ..dense_saves.writing import on_rank_zero
 from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
@@ -226,16 +225,6 @@ def newest_checkpoint(args: Any) -> tuple[int, bool, bool]:
         lacks[0] = lacks[0] or has_stale_experts(CheckpointDirectory(args.load).folder(newest))
     torch.distributed.broadcast_object_list(lacks, src=0)
     return newest, asked_for, bool(lacks[0])
-
-
-def is_of_doubt(folder: str, iteration: int) -> bool:
-    """Whether core saved a checkpoint to have a doubtful iteration run again from it. A collective.
-
-    Args:
-        folder: The folder of all checkpoints.
-        iteration: The iteration of this one.
-    """
-    return on_rank_zero(lambda: is_doubtful(CheckpointDirectory(folder).folder(iteration)))
 
 
 def newest_iteration(folder: str | None) -> int:

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import MoECheckpointConfig
-from ..dense_saves.choosing import one_iteration
+from ..dense_saves.choosing import is_doubtful, one_iteration
+from ..dense_saves.directory import CheckpointDirectory
 from ..errors import CheckpointFailure, UsageError
 from ..extensions import load
 from ..in_place.newest_state import refuse_another_model
@@ -46,7 +47,7 @@ from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
 from . import flags
-from .dense import LOST, StockSaves, is_of_doubt, newest_checkpoint, newest_iteration, written_folder
+from .dense import LOST, StockSaves, newest_checkpoint, newest_iteration, written_folder
 from .iteration import (
     CommonIterations,
     DeferredSaves,
@@ -250,7 +251,7 @@ class Hooks:
         newest, asked_for, lacks = newest_checkpoint(args) if load is not None else (-1, False, False)
         load_newest = None if load is None else functools.partial(load_with, load)
         where = {"asked_for": asked_for, "lacks": lacks, "in_part": bool(args.finetune or args.no_load_optim)}
-        where["in_doubt"] = newest >= 0 and is_of_doubt(args.load, newest)
+        where["in_doubt"] = newest >= 0 and is_doubtful(CheckpointDirectory(args.load).folder(newest))
         try:
             iteration = manager.resume(load_newest, newest, run_again=run_again, **where)
         except UsageError as error:
