@@ -78,6 +78,26 @@ assert again.recv(1) == b"y"
 
 
 @pytest.mark.ci
+def test_the_memory_of_a_process_stays_its_own_while_it_hangs_up(tmp_path: Path) -> None:
+    """In a process of its own: a lock on a file ends as soon as its holder closes any descriptor of it."""
+    code = f"""
+import pathlib, subprocess, sys
+from megatron.core.dist_checkpointing.moe.runtime.peer_links import close_connections
+from megatron.core.dist_checkpointing.moe.storage.ownership import Claim
+claim = Claim(pathlib.Path({str(tmp_path)!r}), "run", 0)
+assert close_connections() == 0
+again = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+path = str(claim.directory / "owner.json")
+told = subprocess.run([sys.executable, "-c", again, path], capture_output=True, text=True)
+assert "BlockingIOError" in told.stderr, told
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.ci
 def test_connections_are_closed_though_no_descriptor_is_left() -> None:
     """In a process of its own: it opens as many files as it may, and keeps them."""
     code = """

@@ -302,6 +302,12 @@ def _open_descriptors() -> Iterable[int]:
 
 def _shut(descriptor: int) -> bool:
     """Whether this was a connected TCP socket."""
+    # Asked first: to close a copy of a file's descriptor ends the locks that this process has on the file, and waits
+    # until a network file system has taken what was written.
+    try:
+        socket.socket(fileno=descriptor).detach()
+    except OSError:
+        return False
     # A copy, since another thread may close the descriptor meanwhile, and something else may get its number.
     try:
         copy = os.dup(descriptor)
