@@ -241,6 +241,17 @@ def test_a_transfer_that_is_collected_while_its_thread_posts_a_message_stops_nob
     assert "rank 0 gave up to receive" in lost(lambda: one.total([1]))
 
 
+def test_a_queued_transfer_that_is_collected_there_does_not_wait_for_its_lane(connected: Any) -> None:
+    """The lane could end it only once it has the lock, for which it would wait until the wait is given up."""
+    one, _ = connected(2)
+    moving, held = one.receive(1, memoryview(bytearray(10))), [one.receive(1, memoryview(bytearray(10)))]
+    begun_s = time.monotonic()
+    with one.lane(1, 4, is_send=True).due:
+        held.clear()
+    assert time.monotonic() - begun_s < 5
+    assert "rank 0 gave up to receive" in lost(moving.wait)
+
+
 def test_a_transport_that_is_renewed_works_again_after_a_failure(connected: Any) -> None:
     made = connected(2, 2.0)
     assert "(timeout 2 s)" in lost(made[0].receive(1, memoryview(bytearray(10 * CHUNK_BYTES))).wait)

@@ -187,7 +187,7 @@ class Connections:
             self.why = why
             self._arriving.notify_all()
             for lane in self.lanes:
-                lane.due.notify_all()
+                lane.end()
             # Not `close`: that would wake no thread inside a call, and the system could give its descriptor to
             # something else while the thread still uses it. Each socket is closed by whoever uses it.
             for connection in self.sockets:
@@ -333,14 +333,22 @@ class MessageLane:
         with self.due:
             self._is_moving = False
             self.due.wait_for(lambda: self._queue or self._connections.why)
-            if not self._connections.why:
-                # Set in one go with taking the message: no small one may be sent past it.
-                self._is_moving = True
-                return self._queue.popleft()
-            void, self._queue = self._queue, deque()
+            if self._connections.why:
+                self.end()  # once more: a message may have been posted by the thread that ended them, in the middle
+                return None
+            # Set in one go with taking the message: no small one may be sent past it.
+            self._is_moving = True
+            return self._queue.popleft()
+
+    def end(self) -> None:
+        """As the connections end, whose lock is held: nothing waits for this lane any more.
+
+        Whoever gives a message up may hold that lock, and waits until nothing refers to its bytes.
+        """
+        void, self._queue = self._queue, deque()
         for message in void:
             message.end(through=False)
-        return None
+        self.due.notify_all()
 
     def _moved(self) -> None:
         self.moved_s = time.monotonic()
