@@ -94,7 +94,7 @@ class _Agents:
         self._command, self._run_id, self._nodes = command, run_id, nodes
         self._most, self._due_s = nodes.most + nodes.spares, list[float]()
         self._started = self.failure = self.stopped_by = 0
-        self._failed_at_s = 0.0
+        self._failed_at_s, self._told = 0.0, frozenset[str]()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         for _ in range(nodes.most):
             self._start()
@@ -148,7 +148,7 @@ class _Agents:
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Hand a signal on to all agents; no node is replaced from here on."""
-        self.stopped_by = number
+        self.stopped_by, self._told = number, frozenset(self.running)
         self.send(number)
 
     def send(self, number: int) -> None:
@@ -160,3 +160,5 @@ class _Agents:
         name = f"node-{self._started}"
         self._started += 1
         self.running[name] = subprocess.Popen(self._command, env={**os.environ, NODE_NAME: name})
+        if self.stopped_by and name not in self._told:  # the signal came while this one was being started
+            self.running[name].send_signal(self.stopped_by)

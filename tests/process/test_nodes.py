@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from world import HANG_TIMEOUT_S, ROOT
 
+from megatron.pretrain import nodes
 from megatron.pretrain.processes import kill_processes_with, processes_with
 
 PATIENCE_S = 3.0
@@ -190,6 +193,24 @@ pathlib.Path(sys.argv[1], f"{os.environ['RANK']}.pid").write_text(str(agent))
 while os.getppid() == agent:
     time.sleep(0.05)
 """
+
+
+def test_a_signal_that_comes_while_a_node_is_started_reaches_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def started(*_: Any, **__: Any) -> Any:
+        agents.forward(signal.SIGTERM, None)
+        return SimpleNamespace(send_signal=told.append, poll=lambda: None)
+
+    def ended(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(poll=lambda: nodes.NODE_LEAVES, send_signal=told.append)
+
+    monkeypatch.setattr(subprocess, "Popen", ended)
+    monkeypatch.setattr(nodes, "end_processes_with", lambda *_: [])
+    agents = vars(nodes)["_Agents"]([], nodes.Nodes(1, 1, spares=1), "")
+    monkeypatch.setattr(subprocess, "Popen", started)
+    agents.poll()
+    assert told == [signal.SIGTERM]
 
 
 @pytest.mark.ci
