@@ -7,20 +7,19 @@ it. So its folder is freed only if no snapshot is in it, or the user says that t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.ports import SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.ports import SnapshotId
 from megatron.core.dist_checkpointing.moe.storage.manifest import MOST_BYTES, decode
-from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE
+from megatron.core.dist_checkpointing.moe.storage.ownership import OWNER_FILE, kept_free
 from megatron.core.dist_checkpointing.moe.storage.slot_reader import SEALED, SlotReader, written_over
 from megatron.core.dist_checkpointing.moe.storage.small_files import read_small
 from megatron.core.dist_checkpointing.moe.types.recovery import GRADIENTS, LOG, PARKED
@@ -227,15 +226,7 @@ def _read(manifest: Path) -> tuple[int | None, bool]:
 
 def _remove(folder: Path) -> None:
     """Raises StoreFailure when a process has taken a slot of the job meanwhile."""
-    with ExitStack() as stack:
-        # The locks of all its slots are held while the folder goes, so that no restart can begin to use it.
-        for path in sorted(folder.glob(f"*/{OWNER_FILE}")):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise StoreFailure(f"{path.parent} is used by a process now: the job runs") from error
+    with kept_free(folder):
         shutil.rmtree(folder)
     with suppress(OSError):
         folder.parent.rmdir()

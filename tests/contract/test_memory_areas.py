@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,11 +19,11 @@ from workload import FACTS, JOB, LAYOUT, RANK, SEGMENTS, read, write
 from megatron.core.dist_checkpointing.moe.boot_clock import is_ending, started
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import UsageError
-from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId
+from megatron.core.dist_checkpointing.moe.ports import NoRoom, SnapshotId, StoreFailure
 from megatron.core.dist_checkpointing.moe.runtime.process_info import ProcessInfo, drop_memory, open_memory
 from megatron.core.dist_checkpointing.moe.storage import ownership
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
-from megatron.core.dist_checkpointing.moe.storage.ownership import slot_directories
+from megatron.core.dist_checkpointing.moe.storage.ownership import kept_free, live_owner, slot_directories
 from megatron.core.dist_checkpointing.moe.types import LOG
 
 ONE = SnapshotId(10, RANK, LOG)
@@ -216,3 +218,44 @@ def test_memory_that_stayed_mapped_for_a_next_attempt_goes_with_the_area(place: 
     assert drop_memory(config, process, "standby")
     gc.collect()
     assert kept not in Path("/proc/self/maps").read_text()
+
+
+def test_a_folder_that_is_removed_while_a_process_waits_for_it_is_made_again(place: Path) -> None:
+    store = MemoryStore(place, JOB, 0, (4096,))
+    owner_file = store.directory / "owner.json"
+    store.close()
+    code = "import fcntl, shutil, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB);"
+    code += "print('has it', flush=True); input(); shutil.rmtree(sys.argv[2])"
+    removes = [sys.executable, "-Sc", code, str(owner_file), str(place / JOB)]
+    with subprocess.Popen(removes, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"has it\n"
+        threading.Timer(0.2, other.communicate, (b"\n",)).start()
+        store = MemoryStore(place, JOB, 0, (4096,))
+    assert json.loads(owner_file.read_bytes())["process"] == os.getpid()
+    assert live_owner(owner_file) is not None
+    store.close()
+
+
+def test_nobody_can_claim_a_folder_while_it_is_removed_nor_is_one_removed_that_somebody_has(place: Path) -> None:
+    store = MemoryStore(place, JOB, 0, (4096,))
+    owner_file = store.directory / "owner.json"
+    store.close()
+    code = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB);"
+    code += "print('has it', flush=True); input()"
+    claims = [sys.executable, "-Sc", code, str(owner_file)]
+    with kept_free(place / JOB):
+        assert "BlockingIOError" in subprocess.run(claims, capture_output=True, text=True, check=False).stderr
+    with subprocess.Popen(claims, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == b"has it\n"
+        with pytest.raises(StoreFailure, match="is used by a process now: the job runs"), kept_free(place / JOB):
+            pass
+        other.communicate(b"\n")
+    with kept_free(place / JOB):
+        pass
+    store = MemoryStore(place, JOB, 0, (4096,))
+    with pytest.raises(StoreFailure, match="is used by a process now: the job runs"), kept_free(place / JOB):
+        pass
+    assert "BlockingIOError" in subprocess.run(claims, capture_output=True, text=True, check=False).stderr, "and stays"
+    store.close()

@@ -14,6 +14,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,7 +40,7 @@ from ..ports import (
 )
 from ..storage.filesystem import FilesystemStore
 from ..storage.memory import MemoryStore
-from ..storage.ownership import OWNER_FILE, SLOT, live_owner
+from ..storage.ownership import OWNER_FILE, SLOT, kept_free, live_owner
 from ..storage.slot_reader import SlotReader
 from ..types.layout import is_same_layout
 from .record_server import RecordServer, RemoteRecords
@@ -183,7 +184,7 @@ def _remove(strays: Iterable[SlotReader]) -> None:
     """Slots without a process, and its standby areas. Whoever has come since keeps its own."""
     for slot in (stray.directory for stray in strays if not _is_of_others(stray)):
         for area in slot.parent.glob(f"*{slot.name.removeprefix(SLOT)}"):
-            if not _is_claimed(area):
+            with suppress(OSError, StoreFailure), kept_free(area):
                 shutil.rmtree(area, ignore_errors=True)
 
 

@@ -19,13 +19,13 @@ import stat
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from ..boot_clock import is_ending, started
-from ..errors import UsageError, reason
+from ..errors import StoreFailure, UsageError, reason
 from .small_files import read_small
 from .system import unmapped_user
 
@@ -213,8 +213,10 @@ class Claim:
         if not memory_dir.is_dir():
             raise UsageError(f"memory dir {memory_dir} does not exist: create it on a tmpfs, for example in /dev/shm")
         with _readable(f"memory dir {memory_dir} cannot be used"):
-            make_private(memory_dir, *self.directory.relative_to(memory_dir).parts)
-            self._lock(job, slot)
+            has_it = False
+            while not has_it:  # again where the folder was removed while this waited for it
+                make_private(memory_dir, *self.directory.relative_to(memory_dir).parts)
+                has_it = self._lock(job, slot)
             try:
                 _refuse_other_jobs(memory_dir, job)
             except UsageError:
@@ -222,7 +224,8 @@ class Claim:
                 _remove_if_unused(self.directory)
                 raise
 
-    def _lock(self, job: str, slot: int) -> None:
+    def _lock(self, job: str, slot: int) -> bool:
+        """False where the file has another name by now, or none."""
         path = self.directory.resolve() / OWNER_FILE
         if path in _MINE:
             raise UsageError(f"{self.directory} is in use by this process already: close the other store first")
@@ -246,12 +249,16 @@ class Claim:
             raise UsageError(
                 f"{self.directory} is in use by {owner}: stop that process, or give this job another id or memory dir"
             )
+        if not (path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor))):
+            os.close(descriptor)
+            return False
         self._descriptor = descriptor
         _MINE[path] = self
         facts = {"job": job, "slot": slot, "process": os.getpid(), "host": os.uname().nodename}
         content = json.dumps(facts | {"launcher": launcher()})
         # Over what is there: the page that the file has is not given up where a full device would not give it back.
         os.ftruncate(descriptor, os.pwrite(descriptor, content.encode(), 0))
+        return True
 
     def release(self) -> None:
         """Let another process own the folder."""
@@ -331,6 +338,26 @@ def slot_directories(memory_dir: Path, job: str, area: str = SLOT) -> dict[int, 
 def owner_files(folder: Path) -> Iterator[Path]:
     """Those of all slots in a memory dir with its nodes, or below the folder of a node, a job or a slot in it."""
     return (path for depth in ("", "*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}{OWNER_FILE}"))
+
+
+@contextmanager
+def kept_free(folder: Path) -> Iterator[None]:
+    """A block in which no process can claim a slot of a folder that is about to be removed.
+
+    Raises:
+        StoreFailure: A process has one.
+        OSError: Its files cannot be read.
+    """
+    with ExitStack() as stack:
+        for path in sorted(owner_files(folder)):
+            is_free = not is_claimed_here(path)  # else it is not even opened: closing it would end the claim
+            if is_free:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                stack.callback(os.close, descriptor)
+                is_free = _takes(descriptor)
+            if not is_free:
+                raise StoreFailure(f"{path.parent} is used by a process now: the job runs")
+        yield
 
 
 def is_claimed_here(owner_file: Path) -> bool:
