@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from simulated_world.storage import FakeStore
 
 from megatron.core.dist_checkpointing.moe.boot_clock import SystemClock
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId, StoreFailure
+from megatron.core.dist_checkpointing.moe.snapshot.coordinator import Coordinator
 from megatron.core.dist_checkpointing.moe.snapshot.persister import Persister, PersistTask
 
 LAYOUT = Layout.of([Field("w", "uint8", (10,))])
@@ -68,3 +70,17 @@ def test_a_rank_whose_storage_does_not_answer_says_since_when_and_the_others_tha
     assert done.running is not None
     done.running.set_result(None)  # type: ignore[attr-defined]
     assert persister.behind(done) == "by another rank"
+
+
+def test_where_training_ends_without_a_write_nothing_more_is_written_in_its_place() -> None:
+    """Whoever finishes it, such as the persist agent, writes the same folders."""
+    nobody: Any = None
+    persister = Persister(nobody, nobody, 0, nobody, lambda piece, index: LAYOUT, clock=SystemClock())
+    background = SimpleNamespace(drain=lambda: None, close=lambda wait: None)
+    job = SimpleNamespace(config=SimpleNamespace(timeout_s=1.0))
+    parts: Any = SimpleNamespace(_persister=persister, _background=background, _in_contact=False, _job=job)
+    parts.before_optimizer = lambda: None
+    Coordinator.shutdown(parts)
+    task = PersistTask((), (), ())
+    persister.persist(task)
+    assert task.failures == ["this process writes no more: what was being persisted is given up"]

@@ -307,6 +307,8 @@ class Coordinator:
                 self._receive_messages()
             self._background.drain()
         finally:
+            if self._persister is not None:  # whoever finishes the rest writes the same folders
+                self._persister.stop()
             self._background.close(wait=False)
 
     def report(self) -> ProtectionReport:

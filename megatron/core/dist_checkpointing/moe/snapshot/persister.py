@@ -74,7 +74,7 @@ class Persister:
 
     def _check_stopped(self) -> None:
         if self._is_stopped:
-            raise UnreadableCheckpoint("training begins again in this process: what was being persisted is given up")
+            raise UnreadableCheckpoint("this process writes no more: what was being persisted is given up")
 
     def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
