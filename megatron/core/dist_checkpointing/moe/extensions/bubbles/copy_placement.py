@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schedules import Bubbles, place_in_bubbles, schedule_1f1b
+from .schedules import Bubbles, bytes_in_bubbles, schedule_1f1b
 
 BACKWARD_SHARE = 2 / 3
 """Of the time that a microbatch computes: gradients of inputs and of weights each take about as long as a forward."""
@@ -30,10 +30,10 @@ class CopyPlacement:
 
     @classmethod
     def of(cls, total_bytes: int, bubbles: Bubbles | None, span_s: float, bytes_per_s: float) -> CopyPlacement:
-        """As `place_in_bubbles` splits them, with the bubbles of the newest passes; None: nothing is known of any."""
+        """As `bytes_in_bubbles` splits them, with the bubbles of the newest passes; None: nothing is known of any."""
         if bubbles is None or span_s <= 0 or bytes_per_s <= 0:
             return cls(total_bytes, 0, span_s, bytes_per_s)
-        return cls(total_bytes, place_in_bubbles(bubbles, total_bytes, bytes_per_s).bubble_bytes, span_s, bytes_per_s)
+        return cls(total_bytes, bytes_in_bubbles(bubbles, total_bytes, bytes_per_s), span_s, bytes_per_s)
 
     def due_s(self, in_bubbles: int, beside: int) -> float:
         """Seconds after the begin at which the next chunk may begin although there is no bubble.

@@ -143,7 +143,8 @@ class DevicePipelineWaits(PipelineWaits):
 
     def begin(self) -> None:
         self._measure()
-        self._first, self._marks, self._pairs, self._over = self._event(), None, [], 0
+        # `_over` before the pairs that it counts: a copy thread that has seen the new ones writes no count of the old.
+        self._over, self._first, self._marks, self._pairs = 0, self._event(), None, []
 
     def end(self) -> None:
         if self._first is not None:

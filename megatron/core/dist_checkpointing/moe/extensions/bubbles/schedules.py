@@ -145,62 +145,21 @@ def schedule_1f1b(
     return _timed(orders, chunks, seconds, not_negative("communication_s", communication_s))
 
 
-@dataclass(frozen=True)
-class BubbleSplit:
-    """How one stage's snapshot is spread over an iteration (MOETION Alg. 4).
-
-    `bytes_per_bubble` has the W_bubble bytes of each bubble in their order, earliest first; `overlapped_bytes` are the
-    W* bytes that are copied beside computation; `stalled_bytes` are left when the optimizer step is due, which they
-    hold up for `stall_s`.
-    """
-
-    bytes_per_bubble: tuple[int, ...]
-    overlapped_bytes: int
-    stalled_bytes: int
-    stall_s: float
-
-    @property
-    def bubble_bytes(self) -> int:
-        """W_bubble: bytes that interfere with no computation."""
-        return sum(self.bytes_per_bubble)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the snapshot ends before the optimizer step."""
-        return not self.stalled_bytes
-
-
-def place_in_bubbles(
-    bubbles: Bubbles,
-    checkpoint_bytes: int,
-    bandwidth_bytes_per_s: float,
-    overlap_bytes_per_s: float | None = None,
-) -> BubbleSplit:
-    """SplitParameter of MOETION Alg. 4: floor(n t_bubble / t_ss) bytes into the bubbles, or all n if those are longer.
-
-    t_ss is the time of the whole snapshot at full bandwidth. The rest runs beside computation. The paper stops there;
-    here what does not end before the optimizer step is a stall, at full bandwidth.
+def bytes_in_bubbles(bubbles: Bubbles, checkpoint_bytes: int, bandwidth_bytes_per_s: float) -> int:
+    """SplitParameter of MOETION Alg. 4: floor(n t_bubble / t_ss) bytes go into the bubbles, or all n if those are
+    longer; t_ss is the time of the whole snapshot. The rest runs beside computation.
 
     Args:
         bubbles: The bubbles of the passes, t_bubble in all.
         checkpoint_bytes: n, bytes of the snapshot.
-        bandwidth_bytes_per_s: The full bandwidth of the link.
-        overlap_bytes_per_s: What communication leaves of it beside computation; None: all of it.
+        bandwidth_bytes_per_s: Of the link.
 
     Raises:
-        UsageError: Negative bytes, bandwidths that are not finite, and a full bandwidth that is not greater than 0.
+        UsageError: Negative bytes, and a bandwidth that is not finite and greater than 0.
     """
-    bandwidth = positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
-    overlap = bandwidth if overlap_bytes_per_s is None else not_negative("overlap_bytes_per_s", overlap_bytes_per_s)
-    left = whole("checkpoint_bytes", checkpoint_bytes, 0)
-    placed, idle = [], Fraction(0)
-    for start_s, end_s in bubbles.intervals:
-        idle += Fraction(str(end_s)) - Fraction(str(start_s))
-        placed.append(min(checkpoint_bytes, math.floor(idle * bandwidth)) - (checkpoint_bytes - left))
-        left -= placed[-1]
-    overlapped = min(left, math.floor((Fraction(str(bubbles.span_s)) - idle) * overlap))
-    stalled = left - overlapped
-    return BubbleSplit(tuple(placed), overlapped, stalled, stalled / bandwidth_bytes_per_s)
+    bandwidth, nbytes = positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s), checkpoint_bytes
+    idle = sum((Fraction(str(end_s)) - Fraction(str(start_s)) for start_s, end_s in bubbles.intervals), Fraction(0))
+    return min(whole("checkpoint_bytes", nbytes, 0), math.floor(idle * bandwidth))
 
 
 def _per_stage(name: str, seconds: Times, stages: int) -> list[Fraction]:
