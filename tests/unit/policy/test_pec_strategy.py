@@ -47,12 +47,16 @@ def experts_of(plan: SnapshotPlan | None) -> set[OperatorId]:
     return {operator for operator in plan.anchored if operator.is_expert}
 
 
-def step(pec: Pec, iteration: int, *, ok: bool = True, counts: list[list[int]] = EVEN) -> SnapshotPlan:
+def step(
+    pec: Pec, iteration: int, *, ok: bool = True, sent: bool = True, counts: list[list[int]] = EVEN
+) -> SnapshotPlan:
     """One iteration whose snapshot settles at once."""
     plan = pec.plan(iteration)
     assert plan is not None
     pec.on_token_counts(iteration, counts)
     pec.on_commit(plan, Level.SNAPSHOT, ok)
+    if ok:
+        pec.on_commit(plan, Level.REPLICAS, sent)
     return plan
 
 
@@ -80,13 +84,9 @@ def run(job: Job, seed: int, steps: int, *, failing: float = 0.2, partial: bool 
 def test_until_peers_have_had_all_experts_each_snapshot_has_them() -> None:
     pec = Pec(job_of(PEC, STAGES))
     for iteration, sent in enumerate((False, False, True), start=1):
-        plan = step(pec, iteration)
-        assert len(experts_of(plan)) == 24
-        pec.on_commit(plan, Level.REPLICAS, sent)
+        assert len(experts_of(step(pec, iteration, sent=sent))) == 24
     for iteration, sent in enumerate((False, True, False), start=4):
-        plan = step(pec, iteration)
-        assert len(experts_of(plan)) == 3  # of the others peers keep older copies
-        pec.on_commit(plan, Level.REPLICAS, sent)
+        assert len(experts_of(step(pec, iteration, sent=sent))) == 3  # of the others peers keep older copies
 
 
 @pytest.mark.parametrize(("sent", "taken"), [(True, 3), (False, 24)])
@@ -285,6 +285,14 @@ def test_everything_is_persisted_again_when_that_has_failed() -> None:
             assert len(experts_of(part)) == (24 if iteration < 12 else 3)
 
 
+def test_writes_that_fail_do_not_make_experts_overdue() -> None:
+    pec = Pec(job_of(replace(STORING, persist_interval=1)))
+    written(pec, 1)
+    for iteration in range(2, 40):
+        part = written(pec, iteration, ok=False)
+        assert part is not None and len(experts_of(part)) == 3
+
+
 def test_a_snapshot_that_was_not_planned_to_be_persisted_is_not() -> None:
     pec = Pec(job_of(STORING))
     for iteration in range(1, 4):
@@ -363,12 +371,13 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.parametrize("sends", [False, True], ids=["", "to peers"])
 @pytest.mark.parametrize("name", cases(DYNAMIC, fast=("in turn", "three of eight")))
-def test_with_a_threshold_no_sequence_of_faults_costs_more(name: str) -> None:
+def test_with_a_threshold_no_sequence_of_faults_costs_more(name: str, sends: bool) -> None:
     job = DYNAMIC[name]
     raised, used = 0, Fraction(0)
     for seed in range(2):
-        world = World(job, seed, 0.2)
+        world = World(job, seed, 0.2, sends=sends, overstates=sends)
         while world.iteration < job.iterations and world.steps < 200:
             world.step()
             raised += world.strategy.k not in (job.config.pec_k_snapshot, job.num_experts)
@@ -386,7 +395,7 @@ def test_what_was_lost_before_a_dense_checkpoint_counts_up_to_the_threshold() ->
     pecs = [Pec(job_of(config, iterations=40)) for _ in range(2)]
     most = TOKENS * 40 * 2 // 20
     pecs[1].lost_before(20, (most,) * 3)
-    assert pecs[1].report().lost_tokens == (most,) * 3 and pecs[1].plt == 0.05
+    assert pecs[1].report().lost_tokens == (most,) * 3 and float(pecs[1].report().plt) == 0.05
     for pec in pecs:
         step(pec, 21)
         step(pec, 22)
@@ -490,6 +499,26 @@ def test_an_adaptive_snapshot_has_as_many_experts_as_the_passes_have_time_for(bu
     plan = step(pec, 3)
     assert pec.k == k
     assert k == 8 or len(experts_of(plan)) * 10 + 100 <= max(budget_bytes, 100 + 10 * 3)
+
+
+def test_an_adaptive_snapshot_fits_where_one_rank_owns_all_that_is_taken_in_a_turn() -> None:
+    """As a distributed optimizer deals out buckets of a layer: experts 0 to 3 to one rank, the others to its peer."""
+    job = replace(adaptive_job(), topology=Topology(2))
+    (sizes,) = job.sizes.values()
+    halves = {
+        rank: {one: size for one, size in sizes.items() if not one.is_expert or one.expert // 4 == rank}
+        for rank in range(2)
+    }
+    budget_bytes = 100 + 10 * 7
+    pec = Pec(replace(job, sizes=halves))
+    step(pec, 1)
+    written(pec, 2)  # all of them
+    pec.throughput_measured(Throughput(1.0, float(budget_bytes)))
+    for iteration in range(3, 12):
+        taken = experts_of(step(pec, iteration))
+        if iteration % 2:  # the others go to storage too, and take more for it
+            assert pec.k == 2
+            assert max(sum(one.expert // 4 == rank for one in taken) for rank in range(2)) * 10 + 100 <= budget_bytes
 
 
 def test_without_the_flag_bandwidth_changes_nothing() -> None:

@@ -36,7 +36,9 @@ def parse_budget(flag: str, text: str) -> int | None:
 
 @dataclass(frozen=True)
 class LinkBudgets:
-    """B_local and B_remote of MOETION 4.2 for one rank: bandwidth x time of an iteration, as all ranks agree on it.
+    """B_local and B_remote of MOETION 4.2 for one rank: bandwidth x time of an iteration's passes, agreed on.
+
+    The paper takes the whole iteration for both; a copy has to end before the optimizer's step.
 
     given_local_bytes, given_remote_bytes: of the flags; None: as measured. replicas: peers that each rank sends to, who
     share its link. measured: of the newest iteration; None before the first one.

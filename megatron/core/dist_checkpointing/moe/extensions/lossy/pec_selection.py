@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...policy.partial import Stages, persist_selection
 from ...strategies.base import Job
 from ...types import OperatorId, expert
+from .pieces import moe_layers_of_stages
 from .state import Experts
 
 
@@ -36,15 +37,17 @@ def k_within(job: Job, budget_bytes: int) -> int:
         job: The job, with the sizes of operators by rank.
         budget_bytes: Bytes that a rank may copy.
     """
-    found = job.num_experts if job.sizes else 0
-    for sizes in job.sizes.values():
+    found, stages, ep = job.num_experts if job.sizes else 0, moe_layers_of_stages(job), job.topology.ep
+    for rank, sizes in job.sizes.items():
         experts = [size.full_bytes for operator, size in sizes.items() if operator.is_expert]
         others = sum(size.full_bytes for operator, size in sizes.items() if not operator.is_expert)
         if experts:
-            # A selection gives each rank its share of the experts of all of its layers, and at most one more of them.
+            # A selection gives each expert-parallel rank its share of the experts of all of its layers, and at most one
+            # more of them. Where a distributed optimizer deals its state out, one of its ranks may own all of these.
             room = (budget_bytes - others) // max(experts)
             if room < len(experts):
-                found = min(found, max(0, room - 1) * job.num_experts // len(experts))
+                shared = max(len(experts), len(stages[job.topology.stage(rank)]) * job.num_experts // ep)
+                found = min(found, max(0, room - 1) * job.num_experts // shared)
     return found
 
 

@@ -65,7 +65,7 @@ def plan_lossy_recovery(
     found: list[Newest] = [{part: _newest(stage, part, reached, order) for part in PARTS} for stage in stages]
     for number, (stage, newest) in enumerate(zip(stages, found, strict=True)):
         if missing := order.named(stage.required) - (newest[Part.MASTER].keys() & newest[Part.MOMENTS].keys()):
-            raise impossible(f"iteration {reached}", target, number, missing)
+            raise impossible(f"iteration {reached}", number, missing)
     oldest = {
         operator: min(newest[part][operator] for part in PARTS) for newest in found for operator in newest[Part.MASTER]
     }
@@ -107,7 +107,7 @@ def _newest_iteration(stages: Sequence[StageState], target: int | None, order: O
         }
         candidates = complete if candidates is None else candidates & complete
         if not candidates:
-            raise impossible(where, target, number, named)
+            raise impossible(where, number, named)
     return max(candidates or ())
 
 

@@ -38,9 +38,9 @@ class Flight:
 class LossyState:
     """A value; each method returns the next one.
 
-    levels: at which copies are told apart. flights: planned, not settled. sending: sealed, on their way to peers.
-    ready: sealed, to be persisted. writes: being persisted. complete: levels at which all experts have a copy, and
-    REPLICAS once peers have had one of each, whether or not their copies are counted apart.
+    levels: at which copies count apart. waits: whether a copy in memory counts from when peers have it, too.
+    flights: planned, not settled. sending: sealed, on their way to peers. ready: sealed, to be persisted. writes: being
+    persisted. complete: levels at which all experts have a copy.
     captured: newest captures of each expert that were meant for a level. taken, written: iterations of snapshots and
     of writes.
     """
@@ -49,6 +49,7 @@ class LossyState:
     num_experts: int
     kept_points: int = 2
     levels: frozenset[Level] = TWO_LEVELS
+    waits: bool = False
     ledger: TokenLedger | None = None
     flights: tuple[Flight, ...] = ()
     sending: tuple[Flight, ...] = ()
@@ -121,7 +122,10 @@ class LossyState:
         if flight is None:
             return self
         state = replace(self, flights=tuple(one for one in self.flights if one is not flight))
-        state = state._saved(flight.experts, iteration, level) if ok else state._abandoned(iteration, level)
+        if not ok:
+            state = state._abandoned(iteration, level)
+        elif not self.waits:
+            state = state._saved(flight.experts, iteration, level)
         if ok:
             state = replace(state, sending=(*self.sending, flight))
         elif flight.sent is not None:
@@ -139,7 +143,8 @@ class LossyState:
     def under_way(self, level: Level) -> list[tuple[int, Experts]]:
         """What will be saved at this level if all goes well, by iteration, ascending."""
         if level is Level.SNAPSHOT:
-            return [(flight.iteration, flight.experts) for flight in self.flights]
+            waiting = self.sending if self.waits else ()
+            return [(flight.iteration, flight.experts) for flight in (*waiting, *self.flights)]
         if level is Level.REPLICAS:
             return [(one.iteration, one.sent) for one in (*self.sending, *self.flights) if one.sent is not None]
         flights = (*self.writes, *((self.ready,) if self.ready else ()), *self.flights)
@@ -261,27 +266,22 @@ class LossyState:
             return self
         state = replace(self, writes=tuple(one for one in self.writes if one is not write))
         if not ok:
-            return state._abandoned(iteration, Level.PERSIST)
+            written = tuple(one for one in state.written if one != iteration)
+            return replace(state, written=written)._abandoned(iteration, Level.PERSIST)
         return state._saved(write.persist, iteration, Level.PERSIST)
 
     def _sent(self, iteration: int, ok: bool) -> LossyState:
         flight = next((one for one in self.sending if one.iteration == iteration), None)
-        counted_apart = Level.REPLICAS in self.levels
+        level = Level.SNAPSHOT if self.waits else Level.REPLICAS
         if flight is None:
             # What a recovery found was sent again: without that, peers may lack any expert. Where copies of peers are
             # not counted apart, those of this node have to be taken again to be sent.
-            lacking = {Level.REPLICAS} if counted_apart else {Level.REPLICAS, Level.SNAPSHOT}
-            return self if ok else replace(self, complete=self.complete - lacking)
+            return self if ok else replace(self, complete=self.complete - {level})
         state = replace(self, sending=tuple(one for one in self.sending if one.iteration > iteration))
-        if flight.sent is None:
-            if ok and flight.experts == self.experts:
-                return replace(state, complete=state.complete | {Level.REPLICAS})
-            # Later snapshots build on one that peers have. Until there is one, each has all experts.
-            has_none = not ok and Level.REPLICAS not in state.complete
-            return replace(state, complete=state.complete - {Level.SNAPSHOT}) if has_none else state
-        if not ok:
-            return state._abandoned(iteration, Level.REPLICAS)
-        return state._saved(flight.sent, iteration, Level.REPLICAS)
+        experts = flight.experts if self.waits else flight.sent
+        if experts is None:
+            return state
+        return state._saved(experts, iteration, level) if ok else state._abandoned(iteration, level)
 
     def _saved(self, experts: Experts, iteration: int, level: Level) -> LossyState:
         assert self.ledger is not None

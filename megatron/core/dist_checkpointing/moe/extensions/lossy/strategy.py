@@ -50,7 +50,8 @@ class Lossy(Strategy):
         allowed = not_negative("--moe-ckpt-plt-threshold", 1 if threshold is None else threshold)
         self._limit = PltLimit(job.tokens_per_iteration * job.iterations, job.topk, allowed)
         kept = max(2, job.config.persist_keep)
-        self._state = LossyState(job.moe_layers, job.num_experts, kept, frozenset(levels))
+        waits = job.replicas > 0 and Level.REPLICAS not in levels
+        self._state = LossyState(job.moe_layers, job.num_experts, kept, frozenset(levels), waits)
 
     @property
     def is_writing(self) -> bool:
