@@ -119,6 +119,27 @@ def test_a_window_that_cannot_grow_stays_and_its_snapshot_is_planned_again() -> 
     assert again is not None and strategy.pieces(again)[0].span == range(3, 5)
 
 
+def test_an_order_that_finds_no_room_is_neither_asked_for_again_nor_what_a_restart_begins_with() -> None:
+    skewed = [[1, 2, 3, 40], [40, 3, 2, 1]]
+    strategy, restarted = (Sparse(job_of(replace(CONFIG, window="2"), ranks=1)) for _ in range(2))
+    for iteration in (1, 2):
+        former = strategy.plan(iteration)
+        strategy.on_token_counts(iteration, skewed)
+    assert strategy.plan(3) is not None and strategy.order_changes == 1
+    assert "the window stays at 2 iterations" in strategy.buffers_refused()
+    assert strategy.order_changes == 0
+    plans = []
+    for iteration in range(3, 9):
+        plans.append(strategy.plan(iteration))
+        strategy.on_token_counts(iteration, skewed)
+    assert strategy.order_changes == 0
+    restarted.resumed(RecoveryPlan(8, Scope.GLOBAL, (), ()), strategy.to_data(), 8)
+    wanted = [plan.anchored for plan in plans if plan is not None][:2]
+    begun = [plan.anchored for plan in (restarted.plan(9), restarted.plan(10)) if plan is not None]
+    assert begun == wanted
+    assert former is not None and former.anchored == wanted[1]
+
+
 @pytest.mark.parametrize(("window", "logged"), [("auto", 2), ("2", 6)])
 def test_after_a_fault_an_automatic_window_asks_for_no_more_logs_than_there_was_room_for(
     window: str, logged: int

@@ -31,7 +31,13 @@ from megatron.core.dist_checkpointing.moe.strategies import Costs, Job, Throughp
 from megatron.core.dist_checkpointing.moe.strategies.memory_report import memory_report
 from megatron.core.dist_checkpointing.moe.strategies.sparse import Sparse
 from megatron.core.dist_checkpointing.moe.strategies.sparse import windows as windows_module
-from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import MEASURED, Budget, Timetable, timetable
+from megatron.core.dist_checkpointing.moe.strategies.sparse.windows import (
+    MEASURED,
+    Budget,
+    Popularity,
+    Timetable,
+    timetable,
+)
 from megatron.core.dist_checkpointing.moe.types import (
     Copy,
     Inventory,
@@ -360,6 +366,32 @@ def test_small_changes_of_popularity_change_no_order() -> None:
         rank.step(protected, [[100 + at % 3, 200, 300, 400], [400, 300, 200, 100 - at % 3]])
     starts = [rank.plans[span[0]].anchored for span in sorted(windows(rank), key=lambda span: span[0])]
     assert len(set(starts[1:])) == 1
+
+
+def test_a_change_of_popularity_is_followed_soon_however_long_it_was_the_same() -> None:
+    before = [[100, 200, 300, 400], [100, 200, 300, 400]]
+    after = [[400, 300, 200, 100], [400, 300, 200, 100]]
+    waited = []
+    for iterations in (60, 600):
+        rank, waits = Rank(job_of(replace(CONFIG, window="3"))), 0
+        for _ in range(iterations):
+            rank.step(protected, before)
+        changes = rank.strategy.order_changes
+        while rank.strategy.order_changes == changes and waits < 100:
+            rank.step(protected, after)
+            waits += 1
+        waited.append(waits)
+    assert max(waited) <= 3 * 6, "some windows"
+
+
+def test_an_order_that_found_no_room_stays_known_where_another_size_finds_none_either() -> None:
+    before = Popularity((0,)).on_token_counts([[1, 2]])
+    tried = before.reordered(before)
+    refused = tried.refusing(before)
+    assert (refused.ordered_by, refused.refused) == ((), ((1, 2),))
+    later = refused.on_token_counts([[1, 2]]).faded()
+    assert later.refusing(refused).refused == ((1, 2),)
+    assert not later.has_changed(0.1, 0.25)
 
 
 def anchored_order(counts: list[list[list[int]]], **settings: Any) -> list[list[int]]:

@@ -166,7 +166,7 @@ class Sparse(Strategy):
         self._windows = _Windows()
         self._table: Timetable | None = None
         # With its logs and count of orders: what holds again where memory has no room for the table chosen after it.
-        self._former: tuple[Timetable | None, int, int] | None = None
+        self._former: tuple[Timetable | None, int, int, Popularity] | None = None
         self._next: NextTimetable | None = None
         self._log_windows = PLACES
         if self._fixed is not None:
@@ -309,7 +309,8 @@ class Sparse(Strategy):
         if table is None:
             return super().buffers_refused()
         if former is not None and former[0] is not None and former[0] != table:
-            self._table, self._log_windows, self.order_changes = former
+            self._table, self._log_windows, self.order_changes, popularity = former
+            self._popularity = self._popularity.refusing(popularity)
             logs = f", with boundary logs of {self.logged}" if self.logged else ""
             return f"the window stays at {former[0].size} iterations{logs}"
         larger = larger_window(self._job, self._popularity.last, table)
@@ -341,13 +342,15 @@ class Sparse(Strategy):
         if self._gave_up:
             return
         table, coming = self._table, self._next
-        self._former, self._next = (table, self._log_windows, self.order_changes), None
+        self._former, self._next = (table, self._log_windows, self.order_changes, self._popularity), None
         if coming is None or coming.table is not table:
             coming = self._next_timetable()
         reordered, needed = coming()
         if reordered is not None:
             self._popularity = self._popularity.reordered(coming.known)
             self.order_changes += 1
+        else:
+            self._popularity = self._popularity.faded()
         if coming.budget_bytes is not None:
             self._budget = self._budget.decided(coming.budget_bytes)
         if needed is not None and (table is None or needed.size != table.size):

@@ -19,6 +19,8 @@ Sizes = Mapping[int, Mapping[OperatorId, OperatorSize]]
 
 UNKNOWN = OperatorSize(12, 2)
 """Bytes per parameter in mixed precision: where nobody has told the sizes, all operators count as equal."""
+FADING = 16
+"""Windows in which counts fade to about a third."""
 
 DENSE_ORDERING, MOE_ORDERING = "layer-order", "popularity"
 
@@ -342,13 +344,15 @@ class Popularity:
     """A value; each method returns the next one.
 
     layers: those with experts, ascending. decay: how much of a moving average stays from one iteration to the next
-    (alpha of MoEvement App. B, Time-Decayed); None: sums since the last order was made. ordered_by: what that order was
-    made from, empty as long as there is none.
+    (alpha of MoEvement App. B, Time-Decayed); None: sums since the last order was made, which `faded` lets fade.
+    ordered_by: what that order was made from, empty as long as there is none. refused: what one was made from for which
+    there was no room.
     """
 
     layers: tuple[int, ...]
     decay: float | None = None
     ordered_by: Rows = field(default=(), repr=False)
+    refused: Rows = field(default=(), repr=False)
     _sum: _Sum = field(default_factory=_Sum, repr=False)
 
     @property
@@ -379,20 +383,35 @@ class Popularity:
             threshold: The relative change of a frequency above which an expert has changed.
             fraction: The share of experts that have to change.
         """
-        return bool(self.counts) and should_reorder(self.last, self._by_expert(self.counts), threshold, fraction)
+        last = self._by_expert(self.refused or self.ordered_by)
+        return bool(self.counts) and should_reorder(last, self._by_expert(self.counts), threshold, fraction)
 
     def reordered(self, known: Popularity) -> Popularity:
         """With an order that is made from what was counted when it was `known`; sums are of what came since then."""
         before = known.counts
         if self.decay is not None:
-            return replace(self, ordered_by=before)
+            return replace(self, ordered_by=before, refused=())
 
         def since(rows: Rows) -> Rows:
             if rows == before:
                 return ()
             return tuple(tuple(map(sub, now, then)) for now, then in zip(rows, before, strict=True))
 
-        return replace(self, ordered_by=before, _sum=self._sum.after(since))
+        return replace(self, ordered_by=before, refused=(), _sum=self._sum.after(since))
+
+    def faded(self) -> Popularity:
+        """At the end of a window that keeps its order: else old counts would outweigh the more, the longer it is kept.
+
+        A change of frequencies that lasts is seen in some windows, however long they were the same before.
+        """
+        if self.decay is not None:
+            return self
+        return replace(self, _sum=self._sum.after(lambda rows: tuple(tuple(n - n // FADING for n in r) for r in rows)))
+
+    def refusing(self, former: Popularity) -> Popularity:
+        """Whose last order, if it is not that of `former`, found no room: this one stays until use changes again."""
+        refused = self.refused if self.ordered_by == former.ordered_by else self.ordered_by
+        return replace(self, ordered_by=former.ordered_by, refused=refused)
 
     @property
     def last(self) -> Mapping[OperatorId, float]:
@@ -401,12 +420,14 @@ class Popularity:
 
     def to_data(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"counts": [list(row) for row in self.counts], "ordered_by": [list(row) for row in self.ordered_by]}
+        rows = {"counts": self.counts, "ordered_by": self.ordered_by, "refused": self.refused}
+        return {name: [list(row) for row in found] for name, found in rows.items()}
 
     def from_data(self, data: Mapping[str, Any]) -> Popularity:
         """This popularity with the counts of `to_data`."""
-        counts, ordered_by = (tuple(map(tuple, data[name])) for name in ("counts", "ordered_by"))
-        return replace(self, ordered_by=ordered_by, _sum=_Sum(counts))
+        names = "counts", "ordered_by", "refused"  # the last is not in what earlier versions wrote
+        counts, ordered_by, refused = (tuple(map(tuple, data.get(name, ()))) for name in names)
+        return replace(self, ordered_by=ordered_by, refused=refused, _sum=_Sum(counts))
 
     def _by_expert(self, rows: Rows) -> dict[OperatorId, float]:
         layers = zip(self.layers, rows, strict=False)
