@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.megatron_state.popularity import TokenCounter
 from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
 from megatron.core.dist_checkpointing.moe.strategies import GATE_UNIT
@@ -113,19 +114,25 @@ def test_gates_of_an_overflow_that_are_no_number_count_nothing() -> None:
     assert counter.take()() == {4: (0, 0, 0)}
 
 
-@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_gating_probabilities_are_summed_over_all_tokens_and_experts_in_any_order(function: str) -> None:
     router = Router(function)
     counter = TokenCounter([router], gate_unit=GATE_UNIT)
     router(PROBABILITIES)
     once = counter.take()()
     scores = PROBABILITIES.double()
-    gates = scores.softmax(1) if function == "softmax" else scores.sigmoid() / scores.sigmoid().sum(1, keepdim=True)
+    given = {"softmax": scores.exp(), "sigmoid": scores.sigmoid(), "sqrtsoftplus": (1 + scores.exp()).log().sqrt()}
+    gates = given[function] / given[function].sum(1, keepdim=True)
     assert once == {4: tuple(sum(round(float(gate) / GATE_UNIT) for gate in column) for column in gates.T)}
     assert sum(once[4]) == pytest.approx(3 / GATE_UNIT, abs=9), "each token counts for 1 in all"
     for row in reversed(PROBABILITIES):
         router(row[None])
     assert counter.take()() == once
+
+
+def test_gates_of_a_score_function_that_is_not_known_are_refused_before_training() -> None:
+    with pytest.raises(UsageError, match=r"soft-count does not know the gates of routers with entmax"):
+        TokenCounter([Router("entmax")], gate_unit=GATE_UNIT)
 
 
 def test_a_closed_counter_leaves_the_router_as_it_was() -> None:

@@ -13,7 +13,15 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from ..core_versions.training import before_passes_are_repeated
 from ..device import Arriving
+from ..errors import UsageError
 from .module_tree import layers_of_routers
+
+_SCORES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
+"""How core's routers score experts, before it makes the scores add up to 1 (checked: core 0.17.1, 0.19.2)."""
 
 
 def arriving_counts(layers: Sequence[int], counts: torch.Tensor) -> Callable[[], Mapping[int, tuple[int, ...]]]:
@@ -60,8 +68,11 @@ class TokenCounter:
         self._iteration, self._counted = iteration, 0
         self._hooks = ExitStack()
         for router in self._layers:
+            scores = router.config.moe_router_score_function
             if gate_unit is None:
                 self._hooks.callback(router.register_forward_hook(self._count).remove)
+            elif scores not in _SCORES:
+                raise UsageError(f"soft-count does not know the gates of routers with {scores}; use another ordering")
             else:
                 self._hooks.enter_context(self._counting_gates(router, gate_unit))
             zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
@@ -158,7 +169,5 @@ def _counts() -> bool:
 def _gates(router: TopKRouter, logits: torch.Tensor) -> torch.Tensor:
     """Probabilities of all experts for each token, [tokens, experts], which add up to 1, in double precision."""
     scores = logits.reshape(-1, logits.shape[-1]).double()
-    if router.config.moe_router_score_function == "sigmoid":
-        gates = scores.sigmoid()
-        return gates / gates.sum(dim=-1, keepdim=True)
-    return scores.softmax(dim=-1)
+    gates = _SCORES[router.config.moe_router_score_function](scores)
+    return gates / gates.sum(dim=-1, keepdim=True)
