@@ -103,9 +103,6 @@ ROWS = {
         "megatron.core torch",
     ),
     f"{ENGINE}.bridge_survivors": Row("core_versions in_place", "megatron.core torch"),
-    f"{ENGINE}.bridge": Row(
-        "bridge_survivors config errors features in_place manager megatron_state ports runtime standby", "megatron.core"
-    ),
     ENGINE: Row("versions config manager megatron_state recovery resharding runtime standby snapshot types"),
     # Offline: what people run beside jobs.
     f"{TOOLS}.megatron_core": Row("versions", also="moe_ckpt_finder"),
@@ -114,6 +111,11 @@ ROWS = {
     f"{TOOLS}.dense": Row(f"{VALUES} policy storage", "megatron.core msgspec numpy torch xxhash", "megatron_core"),
     # Dense checkpoints of jobs, which jobs and tools read and write in one format.
     f"{ENGINE}.dense_saves": Row("errors core_versions storage", "megatron.core torch", "dense"),
+    f"{ENGINE}.bridge": Row(
+        "bridge_survivors config core_versions dense_saves errors features in_place manager megatron_state ports"
+        " runtime standby",
+        "megatron.core",
+    ),
     f"{ENGINE}.extensions.partial_saves": Row(
         "config dense_saves errors megatron_state policy storage", "megatron.core torch", "dense"
     ),

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
+from megatron.core.dist_checkpointing.moe.runtime.session import Loadable
 from megatron.core.dist_checkpointing.moe.stock.seams import SEAMS
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -302,10 +303,8 @@ class Manager:
         self.state = state
         return self
 
-    def resume(
-        self, load: Any, newest: int, *, asked_for: bool, run_again: Any = None, in_part: bool, **_kind: bool
-    ) -> int:
-        self.loads_in_part = in_part
+    def resume(self, load: Any, newest: Loadable, *, run_again: Any = None) -> int:
+        self.loads_in_part = newest.in_part
         if self.iteration:
             self.calls.append("resume")
             self.state.load_state_dict(self.state.state_dict() | self._recorded)

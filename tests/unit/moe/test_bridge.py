@@ -13,12 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.dist_checkpointing.moe import MoECheckpointConfig, bridge
 from megatron.core.dist_checkpointing.moe.bridge_survivors import BridgeSurvivors
 from megatron.core.dist_checkpointing.moe.errors import UsageError
 from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, SnapshotId
 from megatron.core.dist_checkpointing.moe.runtime.peer_links import SETTINGS
+from megatron.core.dist_checkpointing.moe.runtime.session import Loadable
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
 
 FULL = MoECheckpointConfig(strategy="full")
@@ -32,7 +34,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {name: types.ModuleType(name) for name in (*names, "megatron.bridge.training.setup")}
     vars(modules[names[2]]).update(
         DefaultCheckpointManager=lambda config: SimpleNamespace(
-            checkpointing_context={}, finalize_async_saves=lambda *_: None
+            checkpointing_context={}, finalize_async_saves=lambda *_: None, save=lambda *_: None
         ),
         _resolve_checkpoint_iteration=lambda load, step: (-1 if load is None else 6 if step is None else step, False),
     )
@@ -41,6 +43,8 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda values, src: None)
     monkeypatch.delenv("MOE_CKPT_FLAGS", raising=False)
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     monkeypatch.setattr(os, "environ", environment)
@@ -65,9 +69,15 @@ class Recorder:
         self.iteration, self.calls, self.state = 0, [], named.get("state")
         made.append(self)
 
-    def resume(self, load: Any, newest: int, *, asked_for: bool, in_part: bool, lacks: bool) -> int:
-        self.calls.append(("resume", load is not None, newest, asked_for, in_part, lacks))
+    def resume(self, load: Any, newest: Loadable) -> int:
+        self.calls.append(
+            ("resume", load is not None, newest.iteration, newest.asked_for, newest.in_part, newest.lacks)
+        )
+        self.in_doubt = newest.in_doubt
         return 0
+
+    def saved(self) -> None:
+        self.calls.append("saved")
 
     def lost_before(self, lost_tokens: Any) -> None:
         assert lost_tokens is None
@@ -152,6 +162,21 @@ def test_what_bridge_would_load_is_offered(
     monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
     bridge.protected(loads, FULL)(config=configuration(checkpoint=Section(**checkpoint)), forward_step=lambda: None)
     assert made[-1].calls == [("resume", *asked)]
+
+
+@pytest.mark.parametrize("doubts", [False, True])
+def test_a_checkpoint_that_core_saves_over_a_doubtful_iteration_is_told_apart_at_the_next_start(
+    doubts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    monkeypatch.setattr(bridge, "is_in_doubt", lambda: doubts)
+    (tmp_path / "iter_0000006").mkdir()
+    checkpoint = Section(**SAVES | {"load": str(tmp_path), "save": str(tmp_path)}, moe_ckpt={"strategy": "full"})
+    saving = context(configuration(checkpoint=checkpoint))
+    saving.state.train_state.step = 6
+    bridge.BridgeCheckpointManager(checkpoint).save(saving, None)
+    bridge.BridgeCheckpointManager(checkpoint).load(saving)
+    assert made[-1].in_doubt is doubts
 
 
 def test_a_process_that_stays_loads_as_its_configuration_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from megatron.core.dist_checkpointing.moe.dense_saves.choosing import intact_che
 from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves.loading import with_stale_experts
 from megatron.core.dist_checkpointing.moe.stock.dense import LOST, StockSaves, newest_checkpoint
+from megatron.core.dist_checkpointing.moe.stock.seams import Call
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode
 from moe_ckpt.dense.integrity import NAME, seal
-from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.names import DOUBTFUL, TRACKER
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,26 @@ def test_without_a_tracker_megatron_begins_again_as_ever(tmp_path: Path) -> None
     assert told(arguments(tmp_path)) == (None, None)
 
 
+@pytest.mark.parametrize("form", ["torch", "fsdp_dtensor"])
+@pytest.mark.parametrize("doubts", [False, True])
+def test_checkpoints_that_are_saved_in_place_tell_of_a_doubtful_iteration_too(
+    doubts: bool, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.dist_checkpointing.moe.stock.dense.is_in_doubt", lambda: doubts)
+    args = arguments(tmp_path, save=str(tmp_path), ckpt_format=form, no_save_optim=False, no_save_rng=False)
+    args.no_load_optim, args.no_load_rng, args.finetune = False, False, False
+
+    def saved(iteration: int, optimizer: Any, *, non_persistent_ckpt: bool = False, release: bool = False) -> None:
+        assert (tmp_path / f"iter_{iteration:07d}").is_dir()
+        (tmp_path / TRACKER).write_text(str(iteration))
+
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "iter_0000004" / DOUBTFUL).touch()  # of a save before, that this one is written over
+    StockSaves(args, None, protects=True).save(Call(saved, (4, None), {}))
+    found = newest_checkpoint(args)
+    assert (found.iteration, found.in_doubt) == (4, doubts)
+
+
 def test_what_was_asked_for_by_number_is_not_replaced(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     damage(tmp_path / "iter_0000004")
@@ -185,7 +206,8 @@ def test_a_checkpoint_with_stale_experts_or_without_what_flags_leave_out_lacks_w
 ) -> None:
     save_partly(tmp_path, holders)
     flags |= {name: value.format(folder=tmp_path) for name, value in flags.items() if name == "load"}
-    assert newest_checkpoint(arguments(tmp_path, **{"save": str(tmp_path), **WHOLE, **flags})) == found
+    told = newest_checkpoint(arguments(tmp_path, **{"save": str(tmp_path), **WHOLE, **flags}))
+    assert (told.iteration, told.asked_for, told.lacks) == found
 
 
 def test_tokens_that_stale_experts_lack_are_lost_with_those_of_faults(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.moe.recovery.recovery import Waiting
 from megatron.core.dist_checkpointing.moe.replay.densify import Replay
 from megatron.core.dist_checkpointing.moe.resharding.store import PreviousWindow
 from megatron.core.dist_checkpointing.moe.runtime.restart import Restart
+from megatron.core.dist_checkpointing.moe.runtime.session import Loadable, Request
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, RecoveryPlan, Scope
 
 LOST = {OperatorId(0, OperatorKind.EXPERT, 1): 5}
@@ -34,21 +35,9 @@ def restart(plan: RecoveryPlan | None) -> tuple[Restart, list[str]]:
     return found, did
 
 
-def request_of(**given: Any) -> Any:
+def request_of(load: Any = lambda: 4, *, run_again: Any = None, iteration: int = 4, **found: bool) -> Request:
     """A start with a checkpoint of iteration 4."""
-    return SimpleNamespace(
-        **{
-            "load": lambda: 4,
-            "newest": 4,
-            "asked_for": False,
-            "run_again": None,
-            "in_part": False,
-            "lacks": False,
-            "in_doubt": False,
-            "survivors": 0,
-        }
-        | given
-    )
+    return Request(load, Loadable(iteration, **found), run_again)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +168,8 @@ def test_behind_damaged_copies_training_begins_from_a_whole_checkpoint() -> None
     [
         {"asked_for": True, "in_part": True},  # --finetune
         {"in_part": True},  # --no-load-optim
-        {"load": lambda: 0, "newest": -1},  # a folder that has no checkpoint yet
-        {"load": lambda: 0, "newest": 0},  # a released model
+        {"load": lambda: 0, "iteration": -1},  # a folder that has no checkpoint yet
+        {"load": lambda: 0, "iteration": 0},  # a released model
     ],
 )
 def test_behind_damaged_copies_nothing_is_loaded_that_leaves_a_part_of_the_state_as_it_is(
@@ -197,7 +186,7 @@ def test_nor_is_it_where_the_checkpoint_proved_older_than_the_damaged_copies() -
     own, did = damaged(4)
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     with pytest.raises(UsageError, match="damaged or lost"):
-        own.restore(trainer, request_of(load=lambda: 2, newest=6, in_part=True))
+        own.restore(trainer, request_of(load=lambda: 2, iteration=6, in_part=True))
     assert did == ["loaded", "poisoned"]
 
 

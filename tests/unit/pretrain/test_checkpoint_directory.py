@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.moe.dense_saves.directory import TRACKER, CheckpointDirectory
+from moe_ckpt.dense.names import read_tracker
 
 
 @pytest.fixture
@@ -26,16 +27,16 @@ def publish(directory: CheckpointDirectory, *iterations: int) -> None:
 def test_what_is_staged_is_not_there_until_it_is_published(directory: CheckpointDirectory) -> None:
     directory.stage(3)
     assert directory.iterations() == []
-    assert directory.tracked() is None
+    assert read_tracker(directory.root) is None
 
 
 def test_what_is_published_counts_once_the_tracker_names_it(directory: CheckpointDirectory) -> None:
     publish(directory, 3)
     directory.stage(6)
     directory.place(6)
-    assert (directory.tracked(), directory.iterations()) == (3, [6, 3])
+    assert (read_tracker(directory.root), directory.iterations()) == ("iter_0000003", [6, 3])
     directory.track(6)
-    assert directory.tracked() == 6
+    assert read_tracker(directory.root) == "iter_0000006"
 
 
 def test_nobody_else_reaches_into_what_will_be_signed_until_it_has_its_name(directory: CheckpointDirectory) -> None:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from .runtime.peer_links import is_lost_peer as is_lost_peer
     from .runtime.peer_links import set_for_parking as set_for_parking
     from .runtime.process_info import ProcessInfo as ProcessInfo
+    from .runtime.session import Loadable as Loadable
     from .snapshot.coordinator import ProtectionReport as ProtectionReport
     from .standby.slot import wait_for_rank as wait_for_rank
     from .types import StepJournal as StepJournal
     from .types import WaitReport as WaitReport
 
 _MODULES = {
+    "Loadable": "runtime.session",
     "LoopState": "megatron_state.trainer_state",
     "Milestone": "recovery.timeline",
     "MoECheckpointConfig": "config",

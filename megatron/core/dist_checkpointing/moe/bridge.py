@@ -44,6 +44,9 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from . import features
 from .bridge_survivors import BridgeSurvivors
 from .config import MoECheckpointConfig, add_flags, from_namespace
+from .core_versions.training import is_in_doubt
+from .dense_saves.saving import is_doubtful, mark_doubtful
+from .dense_saves.writing import on_rank_zero
 from .errors import UsageError
 from .in_place.newest_state import refuse_another_model
 from .in_place.process_restart import missing_kernels
@@ -53,6 +56,7 @@ from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
 from .runtime.opening import one_spelling
 from .runtime.peer_links import set_for_parking
+from .runtime.session import Loadable
 from .runtime.watcher import waiting_for_no_rank
 from .standby.verdict import permanent_errors_end_the_job
 
@@ -181,10 +185,8 @@ class BridgeCheckpointManager:
         checkpoint = cfg.checkpoint
         # Bridge sets it as it loads a pretrained checkpoint, and a process that stays would keep what no new one has.
         checkpoint.finetune = self._finetunes = checkpoint.finetune if self._finetunes is None else self._finetunes
-        newest, asked_for, lacks = _newest_dense(cfg, self._dense)
-        load = None if newest is None else load_dense
-        in_part = bool(checkpoint.finetune or not checkpoint.load_optim)
-        manager.resume(load, -1 if newest is None else newest, asked_for=asked_for, in_part=in_part, lacks=lacks)
+        newest = _newest_dense(cfg, self._dense)
+        manager.resume(None if newest is None else load_dense, newest or Loadable())
         if manager.iteration > 0 and not loaded:
             self._random = random_states()
             update_num_microbatches(state.train_state.consumed_train_samples)
@@ -202,6 +204,8 @@ class BridgeCheckpointManager:
         """
         with waiting_for_no_rank():
             self._dense.save(ctx, callback_manager)
+            save, step = ctx.state.cfg.checkpoint.save, int(ctx.state.train_state.step)
+            mark_doubtful(save, step, in_doubt=is_in_doubt())
         if self._manager is not None:
             self._manager.saved()
 
@@ -407,23 +411,25 @@ def _parsed(words: list[str], where: str) -> MoECheckpointConfig:
     return from_namespace(MoECheckpointConfig, found, prefix=MoECheckpointConfig.PREFIX)
 
 
-def _newest_dense(cfg: Any, dense: Any) -> tuple[int | None, bool, bool]:
-    """The iteration that Bridge itself would load, None if nothing and -1 if it could not; whether a user named this
-    very checkpoint; and whether that lacks what a snapshot has.
+def _newest_dense(cfg: Any, dense: Any) -> Loadable | None:
+    """What Bridge itself would load, of iteration -1 if it could not; None if nothing.
 
     Raises FileNotFoundError where Bridge does: a checkpoint to begin from is required, and there is none.
     """
     if not _bridge("setup")._should_load_checkpoint(cfg, dense):
-        return None, False, False
+        return None
     checkpoint = cfg.checkpoint
     iteration, _ = _bridge("checkpointing")._resolve_checkpoint_iteration(checkpoint.load, checkpoint.ckpt_step)
     # Below -1: `load` is the folder of one iteration. At -1 only pretrained weights are there.
     asked_for = iteration < -1 or checkpoint.ckpt_step is not None or bool(checkpoint.finetune)
+    found = Loadable(asked_for=asked_for, in_part=bool(checkpoint.finetune or not checkpoint.load_optim))
     load, save = checkpoint.load, checkpoint.save
     own = not asked_for and load and save and one_spelling(load) == one_spelling(save)
     if own and checkpoint.load_optim and not checkpoint.save_optim:
-        return -1, asked_for, True
-    return max(iteration, 0), asked_for, bool(own and checkpoint.load_rng and not checkpoint.save_rng)
+        return dataclasses.replace(found, lacks=True)
+    lacks = bool(own and checkpoint.load_rng and not checkpoint.save_rng)
+    in_doubt = bool(own) and on_rank_zero(lambda: is_doubtful(load, iteration))
+    return dataclasses.replace(found, iteration=max(iteration, 0), lacks=lacks, in_doubt=in_doubt)
 
 
 def _bridge(module: str) -> Any:

@@ -63,7 +63,7 @@ from .runtime.peer_links import (
 )
 from .runtime.process_info import ProcessInfo, ranks_of_node
 from .runtime.protected_session import ProtectedSession
-from .runtime.session import Request, RunAgain, Session
+from .runtime.session import NOTHING, Loadable, Request, RunAgain, Session
 from .runtime.status import report_silence
 from .runtime.watcher import PATIENCE_S, Watcher, hang_up, stood_down
 from .standby.heartbeat import own_heartbeat
@@ -168,13 +168,9 @@ class MoECheckpointManager(Iterations):
     def resume(
         self,
         load: Callable[[], int] | None = None,
-        newest: int = -1,
+        newest: Loadable = NOTHING,
         *,
-        asked_for: bool = False,
         run_again: RunAgain | None = None,
-        in_part: bool = False,
-        lacks: bool = False,
-        in_doubt: bool = False,
     ) -> int:
         """Bring model, optimizer, scheduler, random states and the loop's state to where training continues.
 
@@ -183,16 +179,10 @@ class MoECheckpointManager(Iterations):
         Args:
             load: Loads a dense checkpoint in the way of the loop, or begins from scratch if there is none; returns the
                 iteration after which training then stands.
-            newest: The iteration that it would load, -1 if none; the same on all ranks.
-            asked_for: Whether a user named this very checkpoint: then only a restart of the same job passes it by.
+            newest: What it would load; the same on all ranks.
             run_again: Runs a sparse window of another parallel layout again there, and loads the state after it; a
                 collective that returns its iteration. The second argument copies what that layout left to a folder.
                 Without it such windows are refused.
-            in_part: Whether `load` leaves some of the state as it is, and so replaces no copies that prove damaged.
-            lacks: Whether that checkpoint itself lacks some of the state, so that one without loss is better though
-                older.
-            in_doubt: Whether core saved that checkpoint to have a doubtful iteration run again from it: then it is
-                better than snapshots of its iteration, which know nothing of the doubt.
 
         Returns:
             The iteration after which training stands. With `sparse` it may be one from which iterations are run again.
@@ -202,10 +192,10 @@ class MoECheckpointManager(Iterations):
             NoExactState: The only way back is a replay that has diverged before, and there is no other checkpoint.
             NewProcessesNeeded: Some ranks kept their processes, and nothing that was found brings them back.
         """
-        run_again = None if asked_for else run_again
+        run_again = None if newest.asked_for else run_again
         own_heartbeat().loads()
         try:
-            request = Request(load, newest, asked_for, run_again, in_part, lacks, in_doubt, own_build().survivors)
+            request = Request(load, newest, run_again, own_build().survivors)
             self._session.restore(self._trainer, request)
         except BaseException as error:
             self.abandon()

@@ -318,11 +318,8 @@ _core_loop = getattr(PersistentAsyncCaller, _LOOP)  # here it is core's own, als
 @contextlib.contextmanager
 def ending_with_their_trainer() -> Iterator[None]:
     """In this block workers that core starts end with this process."""
-    setattr(PersistentAsyncCaller, _LOOP, staticmethod(worker))
-    try:
+    with replaced(PersistentAsyncCaller, **{_LOOP: staticmethod(worker)}):
         yield
-    finally:
-        setattr(PersistentAsyncCaller, _LOOP, staticmethod(_core_loop))
 
 
 def worker(*arguments: Any) -> None:
@@ -363,13 +360,13 @@ def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
     Args:
         is_async: Whether other processes write, whose results come through that manager.
     """
-    original = getattr(filesystem_async, _QUEUE)
     results: queue.Queue[Any] = queue.Queue()
-    setattr(filesystem_async, _QUEUE, lambda *given, **named: results_queue(*given, **named) if is_async() else results)
-    try:
+
+    def chosen(*given: Any, **named: Any) -> Any:
+        return results_queue(*given, **named) if is_async() else results
+
+    with replaced(filesystem_async, **{_QUEUE: chosen}):
         yield
-    finally:
-        setattr(filesystem_async, _QUEUE, original)
 
 
 # Attributes of core's objects and modules, for a block.
@@ -377,7 +374,7 @@ def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of one instance, and put back what it had of its own."""
+    """Set attributes of an instance, a class or a module, and put back what it had of its own."""
     own = vars(owner)  # not `getattr`: a bound method put back would shadow the class's for good
     before = {name: own[name] for name in values if name in own}
     try:

@@ -19,7 +19,6 @@ from moe_ckpt.dense.integrity import NAME, FileSum, damaged, shares
 from moe_ckpt.dense.merged import open_merged
 from moe_ckpt.dense.names import (
     COMMON,
-    DOUBTFUL,
     FORMAT,
     INDEX,
     INFORMING_BYTES,
@@ -30,6 +29,7 @@ from moe_ckpt.dense.names import (
     read_beside,
 )
 
+from ..core_versions.training import replaced
 from ..errors import StoreFailure, UnreadableCheckpoint, UsageError
 from ..storage.manifest import is_keyed
 from .directory import CheckpointDirectory
@@ -54,7 +54,7 @@ def require_intact(sums: Mapping[Path, FileSum]) -> None:
 
 
 @dataclass(frozen=True)
-class _Loadable:
+class _LoadChoice:
     """A checkpoint that may be loaded.
 
     settings: arguments with which Megatron-LM loads this one. is_tracker_lost: the tracker has to be written again.
@@ -95,12 +95,8 @@ def intact_checkpoint(args: Any, load_arg: str = "load") -> Iterator[Path | None
     if chosen is None:
         yield None
         return
-    before = {name: getattr(args, name) for name in chosen.settings}
-    try:
-        vars(args).update(chosen.settings)
+    with replaced(args, **chosen.settings):
         yield chosen.folder
-    finally:
-        vars(args).update(before)
     seen.require_same()
 
 
@@ -116,11 +112,6 @@ def has_stale_experts(folder: Path) -> bool:
     except UnreadableCheckpoint:
         return False  # loading refuses it
     return chain is not None and not chain.is_complete
-
-
-def is_doubtful(folder: Path) -> bool:
-    """Whether core saved a checkpoint to have a doubtful iteration run again from it. A collective."""
-    return on_rank_zero((folder / DOUBTFUL).is_file)
 
 
 class _Seen:
@@ -171,7 +162,7 @@ class _Seen:
         return found
 
 
-def _chosen(candidates: list[_Loadable], args: Any, seen: _Seen) -> _Loadable | None:
+def _chosen(candidates: list[_LoadChoice], args: Any, seen: _Seen) -> _LoadChoice | None:
     """The first that is intact; None if there are none. Raises UnreadableCheckpoint. A collective."""
     refused: list[str] = []
     for candidate in candidates:
@@ -192,7 +183,7 @@ def _chosen(candidates: list[_Loadable], args: Any, seen: _Seen) -> _Loadable | 
     return None
 
 
-def _require_intact(candidate: _Loadable, args: Any, seen: _Seen) -> None:
+def _require_intact(candidate: _LoadChoice, args: Any, seen: _Seen) -> None:
     """Raises UnreadableCheckpoint or RankFailure, on all ranks."""
 
     def look() -> Mapping[Path, FileSum] | None:
@@ -229,25 +220,25 @@ def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:
     return None if others else integrity.expected(folder, open_dense(folder).common)
 
 
-def _candidates(args: Any, load_arg: str) -> list[_Loadable]:
+def _candidates(args: Any, load_arg: str) -> list[_LoadChoice]:
     """What Megatron-LM would load, and what may be taken in its place, best first. Raises UsageError."""
     root, asked = _root(args, load_arg), getattr(args, "ckpt_step", None)
     transient = _transient(args, root)
     if root is not None and args.save is not None and root.absolute() == Path(args.save).absolute():
         with contextlib.suppress(OSError):  # then an older one is taken
             CheckpointDirectory(root).restore_replaced()
-    found: list[_Loadable] = []
+    found: list[_LoadChoice] = []
     if asked:
-        found = [_Loadable(root, f"iter_{asked:07d}")] if root is not None else []
+        found = [_LoadChoice(root, f"iter_{asked:07d}")] if root is not None else []
     elif root is not None:
         found = _tracked(CheckpointDirectory(root))
     if transient is None or (found and _iteration(found[0].name) > _iteration(transient.name)):
         return found
     without = {"non_persistent_ckpt_type": None}
-    return [transient, *(_Loadable(each.root, each.name, {**each.settings, **without}) for each in found)]
+    return [transient, *(_LoadChoice(each.root, each.name, {**each.settings, **without}) for each in found)]
 
 
-def _tracked(directory: CheckpointDirectory) -> list[_Loadable]:
+def _tracked(directory: CheckpointDirectory) -> list[_LoadChoice]:
     """What the tracker names, and what is older. Nothing without a tracker, as Megatron-LM has it."""
     root, iterations = directory.root, directory.iterations()
     text = _tracker(root)
@@ -255,18 +246,20 @@ def _tracked(directory: CheckpointDirectory) -> list[_Loadable]:
         return []
     if not text:  # its writer was killed: all that is published was published whole
         return [_older(root, iteration, is_tracker_lost=True) for iteration in iterations]
-    try:
-        tracked = directory.tracked()
-    except UnreadableCheckpoint as error:
-        raise UsageError(f"--load {root}: {error}; repair the tracker, or remove it to begin again") from error
-    if not isinstance(tracked, int):
-        return [_Loadable(root, RELEASE)]
-    named = _Loadable(root, f"iter_{tracked:07d}")
+    if text == RELEASE:
+        return [_LoadChoice(root, RELEASE)]
+    tracked = iteration_of(text)
+    if tracked is None:
+        raise UsageError(
+            f"--load {root}: {root / TRACKER} holds {text[:40]!r}, not an iteration; repair the tracker, or remove it"
+            " to begin again"
+        )
+    named = _LoadChoice(root, f"iter_{tracked:07d}")
     return [named, *(_older(root, iteration) for iteration in iterations if 0 < iteration < tracked)]
 
 
-def _older(root: Path, iteration: int, *, is_tracker_lost: bool = False) -> _Loadable:
-    return _Loadable(root, f"iter_{iteration:07d}", {"ckpt_step": iteration}, is_tracker_lost)
+def _older(root: Path, iteration: int, *, is_tracker_lost: bool = False) -> _LoadChoice:
+    return _LoadChoice(root, f"iter_{iteration:07d}", {"ckpt_step": iteration}, is_tracker_lost)
 
 
 def _tracker(root: Path) -> str | None:
@@ -290,13 +283,13 @@ def _root(args: Any, load_arg: str) -> Path | None:
     return None if load is None else Path(load)
 
 
-def _transient(args: Any, root: Path | None) -> _Loadable | None:
+def _transient(args: Any, root: Path | None) -> _LoadChoice | None:
     """The checkpoint of `--non-persistent-ckpt-type global`, if there is one."""
     if getattr(args, "non_persistent_ckpt_type", None) != "global":
         return None
     folder = args.non_persistent_global_ckpt_dir or (None if root is None else root / "non_persistent")
     iteration = None if folder is None else iteration_of(_tracker(Path(folder)) or "")
-    return None if folder is None or iteration is None else _Loadable(Path(folder), f"iter_{iteration:07d}")
+    return None if folder is None or iteration is None else _LoadChoice(Path(folder), f"iter_{iteration:07d}")
 
 
 def _iteration(name: str) -> int:

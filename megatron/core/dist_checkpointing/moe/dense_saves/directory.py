@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing.moe.storage.system import make_folders, sync_directory, write_atomically
-from moe_ckpt.dense.names import ITERATION, RELEASE, REPLACED, STAGED, TRACKER, read_tracker
+from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, TRACKER
 
 Step = int | Literal["release"]
 
@@ -38,13 +38,6 @@ class CheckpointDirectory:
             return []
         matches = (ITERATION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-    def tracked(self) -> Step | None:
-        """What the tracker names, or None without a tracker. Raises UnreadableCheckpoint if it names nothing."""
-        named = read_tracker(self.root)
-        if named is None:
-            return None
-        return RELEASE if named == RELEASE else int(named.removeprefix("iter_"))
 
     def stage(self, iteration: int, keep: frozenset[int] = frozenset(), *, is_signed: bool = False) -> Path:
         """An empty hidden folder to write an iteration into. What killed saves left behind is removed.

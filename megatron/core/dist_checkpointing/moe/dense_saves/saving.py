@@ -43,6 +43,32 @@ class Addition(Protocol):
         """On all ranks, when the checkpoint is there."""
 
 
+def mark_doubtful(root: str | Path, iteration: int, *, in_doubt: bool) -> None:
+    """A checkpoint was saved in place; rank 0 marks it, or takes the mark of an earlier one away.
+
+    Args:
+        root: The folder of all checkpoints.
+        iteration: The iteration that was saved.
+        in_doubt: Whether core saved to have a doubtful iteration run again from it.
+    """
+    if dist.get_rank() == 0:
+        mark = CheckpointDirectory(root).folder(iteration) / DOUBTFUL
+        try:
+            mark.touch() if in_doubt else mark.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("%s cannot be changed: %s; a restart may take snapshots for it", mark, error.strerror)
+
+
+def is_doubtful(root: str | Path, iteration: int) -> bool:
+    """Whether a checkpoint was saved to have a doubtful iteration run again from it.
+
+    Args:
+        root: The folder of all checkpoints.
+        iteration: Of the checkpoint.
+    """
+    return (CheckpointDirectory(root).folder(iteration) / DOUBTFUL).is_file()
+
+
 @dataclass(frozen=True)
 class _BegunSave:
     """One that Megatron-LM has begun."""

@@ -34,7 +34,7 @@ from ..strategies import Strategy
 from ..types import RecoveryPlan, StepJournal
 from .live_state import LiveState
 from .process_info import memory_folder
-from .session import Request
+from .session import Loadable, Request
 
 log = logging.getLogger(__name__)
 
@@ -76,27 +76,28 @@ class Restart:
 
     def restore(self, trainer: LiveTrainerState, request: Request) -> None:
         """See `Session.restore`."""
-        recovery, load, older = self.recovery, request.load, -1
-        plan = self.look()
-        self._refuse_foreign(request.newest if plan is None else max(plan.target, request.newest), *recovery.foreign)
+        recovery, load, newest, older = self.recovery, request.load, request.newest, -1
+        plan = recovery.look()
+        begins = newest.iteration if plan is None else max(plan.target, newest.iteration)
+        self._refuse_foreign(begins, *recovery.foreign)
         window = self._window_ahead(request, plan)
-        is_better = recovery.is_own if request.asked_for else plan is not None and self._leads_beyond(request, plan)
+        is_better = recovery.is_own if newest.asked_for else plan is not None and _leads_beyond(newest, plan)
         if plan is not None and is_better and window is None:
             if self._is_restored(trainer, request):
                 return
-        elif plan is not None and not request.asked_for:
+        elif plan is not None and not newest.asked_for:
             older = plan.target
-            if request.in_part and recovery.is_own and self.control.rank == 0:
+            if newest.in_part and recovery.is_own and self.control.rank == 0:
                 log.warning(
                     "training continues from the checkpoint of iteration %d, of which flags leave out a part; the"
-                    " snapshot of iteration %d has all, and is passed by", request.newest, older,
+                    " snapshot of iteration %d has all, and is passed by", newest.iteration, older,
                 )  # fmt: skip
         if request.survivors:
             raise NewProcessesNeeded(
                 f"{request.survivors} ranks have kept their processes, and nothing in memory or storage brings them"
                 " back: all ranks start again"
             )
-        if plan is None and not request.asked_for:
+        if plan is None and not newest.asked_for:
             self._refuse_strangers(request, *recovery.of_others)
         if window is not None:
             self._run_again(window, trainer, request)
@@ -116,18 +117,6 @@ class Restart:
         self.older.discard()
         self._discard_own()
 
-    def look(self) -> RecoveryPlan | None:
-        """What an earlier attempt left and what can be made of it; None when that is nothing."""
-        return self.recovery.look()
-
-    def _leads_beyond(self, request: Request, plan: RecoveryPlan) -> bool:
-        """Whether a plan is better than the newest checkpoint: of its iteration, unless it alone loses something or
-        the checkpoint alone tells of a doubt, and of any where the checkpoint alone loses something."""
-        loses = bool(plan.lost_tokens) and not request.in_part
-        if plan.target == request.newest and request.in_doubt:
-            return False
-        return plan.target >= request.newest + loses or (request.lacks and not loses)
-
     def carry_out(self) -> RecoveryOutcome | Replay | Waiting | None:
         """Restore what `look` planned; None when all copies proved damaged: then the live state is unusable."""
         result = self.recovery.carry_out()
@@ -141,7 +130,7 @@ class Restart:
         """Whether what was planned could be restored; else nothing is left of what live state was."""
         if self.carry_out() is None:
             self.state.clear_counters()  # what routers count has no place in a checkpoint that is loaded
-            self._refuse_foreign(request.newest, *self.recovery.foreign)
+            self._refuse_foreign(request.newest.iteration, *self.recovery.foreign)
             self._refuse_after_damage(request)
             return False
         # Kernels of a GPU and of a CPU differ, so a replay would say in its first iteration that it diverged.
@@ -161,11 +150,11 @@ class Restart:
         own = self.older.window
         found = of_first(self.control, [] if own is None else [own], list[PreviousWindow])  # one for all ranks
         window = found[0] if found else None
-        if window is None or window.last <= request.newest:
+        if window is None or window.last <= request.newest.iteration:
             return None
-        if plan is not None and (request.asked_for or not window.in_memory or window.last <= plan.target):
+        if plan is not None and (request.newest.asked_for or not window.in_memory or window.last <= plan.target):
             return None
-        if request.run_again is None and window.in_memory and not request.asked_for:
+        if request.run_again is None and window.in_memory and not request.newest.asked_for:
             self._refuse_foreign(-1, window.last, f"{window} run again only there: this loop restores none of them")
         return window if request.run_again is not None else None
 
@@ -195,7 +184,7 @@ class Restart:
             return True
         log.warning(
             "newest intact state: snapshot of iteration %d (checkpoints up to %d are not usable)",
-            older, request.newest,
+            older, request.newest.iteration,
         )  # fmt: skip
         if self._is_restored(trainer, request):
             return False
@@ -227,7 +216,7 @@ class Restart:
 
     def _refuse_strangers(self, request: Request, iteration: int, job: str) -> None:
         """A state of another job is not taken for this one's, nor passed by unsaid where it is the newest."""
-        if iteration > request.newest:
+        if iteration > request.newest.iteration:
             raise UsageError(
                 f"{self._where} holds iteration {iteration} of job {job}, and this is job {self.identity.job}: give"
                 f" --moe-ckpt-take-over {job} to continue from it, or start under its id (torchrun --rdzv-id), or take"
@@ -245,7 +234,7 @@ class Restart:
     def _refuse_after_damage(self, request: Request) -> None:
         self._refuse_to_begin_again(request)
         # State that is not loaded now, such as moments with --finetune or all of it at iteration 0, stays NaN.
-        if (request.load is None or request.newest < 1 or request.in_part) and not request.survivors:
+        if (request.load is None or request.newest.iteration < 1 or request.newest.in_part) and not request.survivors:
             raise UsageError(
                 "all copies of the training state in memory and storage are damaged or lost, see the reasons above;"
                 " give --load with a checkpoint of this training, without --finetune and --no-load-optim, or remove"
@@ -254,7 +243,7 @@ class Restart:
 
     def _refuse_to_begin_again(self, request: Request) -> None:
         """Training that came far must not begin at iteration 0 because a replay differs in a bit: a user decides."""
-        if (request.load is None or request.newest < 0) and self.recovery.diverged:
+        if (request.load is None or request.newest.iteration < 0) and self.recovery.diverged:
             raise NoExactState(
                 f"{'; '.join(map(str, self.recovery.diverged))}; nothing older is left. All copies stay in memory and"
                 " storage: give --load with a checkpoint, --moe-ckpt-replay-tolerance to accept how much losses differ,"
@@ -357,3 +346,11 @@ class Restart:
         """What stages outside of the replay sent comes from their logs."""
         if self.survivor is not None and self.replay is not None:
             self.survivor.communicator.source = self.replay.boundary
+
+
+def _leads_beyond(newest: Loadable, plan: RecoveryPlan) -> bool:
+    """Whether a plan is better than a checkpoint: of its iteration, unless it alone loses something or the checkpoint
+    alone tells of a doubt, and of any where the checkpoint alone loses something."""
+    loses = bool(plan.lost_tokens) and not newest.in_part
+    is_newer = plan.target >= newest.iteration + loses or (newest.lacks and not loses)
+    return is_newer and not (newest.in_doubt and plan.target == newest.iteration)

@@ -25,20 +25,39 @@ type RunAgain = Callable[[PreviousWindow, Callable[[Path], None]], int]
 
 
 @dataclass(frozen=True)
-class Request:
-    """Where training may begin, if not from a snapshot: the arguments of `MoECheckpointManager.resume`.
+class Loadable:
+    """The dense checkpoint that a loop would load; the same on all ranks.
 
-    in_part: whether `load` leaves some of the state as it is. lacks: whether the checkpoint does. in_doubt: whether it
-    alone can tell of a doubtful iteration. survivors: how many ranks have kept their processes, and can load nothing.
+    Args:
+        iteration: Of which it is, -1 if there is none.
+        asked_for: Whether a user named this very checkpoint: then only a restart of the same job passes it by.
+        in_part: Whether loading leaves some of the state as it is, and so replaces no copies that prove damaged.
+        lacks: Whether the checkpoint itself lacks some of the state, so that a snapshot without loss is better though
+            older.
+        in_doubt: Whether core saved it to have a doubtful iteration run again from it: then it is better than snapshots
+            of its iteration, which know nothing of the doubt.
     """
 
-    load: Callable[[], int] | None = None
-    newest: int = -1
+    iteration: int = -1
     asked_for: bool = False
-    run_again: RunAgain | None = None
     in_part: bool = False
     lacks: bool = False
     in_doubt: bool = False
+
+
+NOTHING = Loadable()
+
+
+@dataclass(frozen=True)
+class Request:
+    """Where training may begin, if not from a snapshot: the arguments of `MoECheckpointManager.resume`.
+
+    survivors: how many ranks have kept their processes, and can load nothing.
+    """
+
+    load: Callable[[], int] | None = None
+    newest: Loadable = NOTHING
+    run_again: RunAgain | None = None
     survivors: int = 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_be
 from ..core_versions.training import is_in_doubt, replaced, saving_without_padding
 from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint
 from ..dense_saves.directory import CheckpointDirectory
-from ..dense_saves.saving import DenseSaves
+from ..dense_saves.saving import DenseSaves, is_doubtful, mark_doubtful
+from ..dense_saves.writing import on_rank_zero
 from ..errors import UsageError
 from ..extensions import load
 from ..megatron_state import raw_state
 from ..megatron_state.trainer_state import DEVICE, TRACKED
 from ..runtime.opening import one_spelling
+from ..runtime.session import Loadable
 from ..runtime.watcher import waiting_for_no_rank
 from .seams import Call
 
@@ -148,7 +151,10 @@ class StockSaves:
     def _save_published(self, call: Call) -> Any:
         root = None if call["release"] or not self._protects else self._root(transient=call["non_persistent_ckpt"])
         if root is None:
-            return call.go_on()
+            result = call.go_on()
+            if self._protects and not (call["release"] or call["non_persistent_ckpt"]):
+                mark_doubtful(self._args.save, call["iteration"], in_doubt=is_in_doubt())
+            return result
         save = partial(self._save, call, root)
         result = self._saves.checkpoint(root, call["iteration"], save, self._experts, in_doubt=is_in_doubt())
         if not (getattr(self._args, "async_save", False) or self._saves.has(root, call["iteration"])):
@@ -210,28 +216,30 @@ def written_folder(args: Any) -> str | None:
     return None if save is None or "://" in str(save) else str(save)
 
 
-def newest_checkpoint(args: Any) -> tuple[int, bool, bool]:
-    """The iteration that loading gives, -1 if there is nothing to load; whether the flags name a certain one; and
-    whether that lacks what a snapshot has: the random states, or the newest of some experts. A collective.
+def newest_checkpoint(args: Any) -> Loadable:
+    """What loading gives; it lacks something without random states, or without the newest of some experts. A
+    collective: rank 0 looks.
     """
     # Megatron-LM takes 0 for none.
     asked_for = bool(getattr(args, "ckpt_step", None)) or bool(args.finetune) or args.load is None
+    found = Loadable(asked_for=asked_for, in_part=bool(args.finetune or args.no_load_optim))
     own = not asked_for and args.save is not None and one_spelling(args.load) == one_spelling(args.save)
     if own and args.no_save_optim and not args.no_load_optim:
-        return -1, asked_for, True  # loading would fail
-    newest = newest_iteration(args.load)
-    lacks = [own and args.no_save_rng and not args.no_load_rng]
-    if not asked_for and torch.distributed.get_rank() == 0:
-        lacks[0] = lacks[0] or has_stale_experts(CheckpointDirectory(args.load).folder(newest))
-    torch.distributed.broadcast_object_list(lacks, src=0)
-    return newest, asked_for, bool(lacks[0])
+        return replace(found, lacks=True)  # loading would fail
+
+    def looked() -> Loadable:
+        if args.load is None or (iteration := _iteration_in(args.load)) < 0:
+            return found
+        folder = CheckpointDirectory(args.load).folder(iteration)
+        lacks = (own and args.no_save_rng and not args.no_load_rng) or (not asked_for and has_stale_experts(folder))
+        return replace(found, iteration=iteration, lacks=lacks, in_doubt=is_doubtful(args.load, iteration))
+
+    return on_rank_zero(looked)
 
 
 def newest_iteration(folder: str | None) -> int:
     """The newest iteration of which a folder has a whole checkpoint, -1 if none. A collective: rank 0 looks."""
-    found = [_iteration_in(folder) if folder is not None and torch.distributed.get_rank() == 0 else -1]
-    torch.distributed.broadcast_object_list(found, src=0)
-    return found[0]
+    return on_rank_zero(lambda: -1 if folder is None else _iteration_in(folder))
 
 
 def _iteration_in(folder: str) -> int:

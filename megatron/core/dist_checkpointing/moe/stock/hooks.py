@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import MoECheckpointConfig
-from ..dense_saves.choosing import is_doubtful, one_iteration
-from ..dense_saves.directory import CheckpointDirectory
+from ..dense_saves.choosing import one_iteration
 from ..errors import CheckpointFailure, UsageError
 from ..extensions import load
 from ..in_place.newest_state import refuse_another_model
@@ -43,6 +42,7 @@ from ..megatron_state.restore import any_rank
 from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
+from ..runtime.session import Loadable
 from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
@@ -248,12 +248,11 @@ class Hooks:
 
         if self._recover_only:  # the state to recover may be older than a checkpoint, of which only flags are read
             load = None
-        newest, asked_for, lacks = newest_checkpoint(args) if load is not None else (-1, False, False)
+        in_part = bool(args.finetune or args.no_load_optim)
+        newest = newest_checkpoint(args) if load is not None else Loadable(in_part=in_part)
         load_newest = None if load is None else functools.partial(load_with, load)
-        where = {"asked_for": asked_for, "lacks": lacks, "in_part": bool(args.finetune or args.no_load_optim)}
-        where["in_doubt"] = newest >= 0 and is_doubtful(CheckpointDirectory(args.load).folder(newest))
         try:
-            iteration = manager.resume(load_newest, newest, run_again=run_again, **where)
+            iteration = manager.resume(load_newest, newest, run_again=run_again)
         except UsageError as error:
             if not (changed := self._changed(state.recorded_flags)):
                 raise
