@@ -92,7 +92,7 @@ class Attempts:
         lost = {one: before.held[one.layer, one.expert] - held[one.layer, one.expert] for one in used}
         assert {one: plan.lost_tokens.get(one, 0) for one in used} == lost
         self.begun[attempt] = after = State(plan.target, held, before.routed)
-        assert outcome.table.plt == after.lacking / (LAYERS * ITERATIONS * INPUT_TOKENS * TOPK)
+        assert float(outcome.table.losses.plt) == after.lacking / (LAYERS * ITERATIONS * INPUT_TOKENS * TOPK)
         self.told += sum(lost.values())
         self.fewer += after.lacking < self.told
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from megatron.core.dist_checkpointing.moe.recovery.exactness import Exactness, RecoveryTable, Unverified
+from megatron.core.dist_checkpointing.moe.strategies import LossReport
 from megatron.core.dist_checkpointing.moe.types import (
     OperatorId,
     OperatorKind,
@@ -26,10 +29,14 @@ def source(rank: int, operators: set[OperatorId], **changes: object) -> CopySour
 
 
 def lines(
-    *sources: CopySource, plt: float | None = None, damaged: tuple[str, ...] = (), **changes: object
+    *sources: CopySource, losses: LossReport | None = None, damaged: tuple[str, ...] = (), **changes: object
 ) -> list[str]:
     plan = RecoveryPlan(4, Scope.GLOBAL, (), sources, **changes)  # type: ignore[arg-type]
-    return list(RecoveryTable(plan, NODES, damaged, 0.256, plt).lines())
+    return list(RecoveryTable(plan, NODES, damaged, 0.256, losses).lines())
+
+
+def shares(*of_all: str) -> LossReport:
+    return LossReport((0,), (0,), (0,), *map(Fraction, of_all))
 
 
 def columns(line: str) -> list[str]:
@@ -108,16 +115,22 @@ def test_a_loss_of_one_part_of_the_state_names_it_and_what_is_not_lost(older: Pa
 
 
 def test_losses_are_summed_by_layer_and_their_share_of_all_faults_is_told() -> None:
-    found = lines(lost_tokens={ONE: 30, OTHER: 12, expert(0, 3): 5}, plt=0.012345)
+    found = lines(lost_tokens={ONE: 30, OTHER: 12, expert(0, 3): 5}, losses=shares("0.012345", "0.25", "0.5"))
     assert found[2:] == [
         "  lost in layer 0: the updates of 5 routed tokens, of 1 experts",
         "  lost in layer 1: the updates of 42 routed tokens, of 2 experts",
         "  proportion of lost tokens, all faults so far: 1.2345 %",
+        "  portion of lost tokens by PEC eq. 4, all faults so far: 25.0000 %",
+        "  momentary lost tokens (MLT), all faults so far: 50.0000 %",
     ]
 
 
 def test_the_share_of_lost_tokens_is_told_also_when_this_fault_cost_nothing() -> None:
-    assert lines(plt=0.0)[2:] == ["  proportion of lost tokens, all faults so far: 0.0000 %"]
+    assert lines(losses=shares("0", "0", "0"))[2:] == [
+        "  proportion of lost tokens, all faults so far: 0.0000 %",
+        "  portion of lost tokens by PEC eq. 4, all faults so far: 0.0000 %",
+        "  momentary lost tokens (MLT), all faults so far: 0.0000 %",
+    ]
 
 
 def test_a_replay_is_told_with_its_window_and_what_was_frozen() -> None:

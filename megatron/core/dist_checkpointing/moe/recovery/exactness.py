@@ -15,6 +15,7 @@ from ..policy.lineage import Lineage, past
 from ..ports import SnapshotId
 from ..replay.densify import Compared
 from ..storage.small_files import INFORMING_BYTES, put_aside, read_small
+from ..strategies import LossReport
 from ..types import (
     MANY_NODES,
     NO_NODE,
@@ -230,26 +231,24 @@ _PARTS = {
 class RecoveryTable:
     """A recovery plan that was carried out; `nodes[rank]` is the node of each rank, `damaged` are refused copies.
 
-    plt, plt_pec, mlt: the share of tokens that all faults so far have cost (MoC eq. 7, PEC eq. 4, MOETION eq. 6); None
-    where nothing can be lost. windows: by iteration, the iterations whose snapshots restore a state together with its
-    own. wider: why more stages rolled back than had lost their state; empty if they did not. stages: of the pipeline.
-    exactness: what was compared, and how. diverged: replays of earlier attempts that came out otherwise, for which this
-    one was taken; then `again` are the iterations that had been trained and are trained again.
+    losses: of all faults so far; None where nothing can be lost. windows: by iteration, those whose snapshots restore a
+    state together with its own. wider: why more stages rolled back than had lost their state; empty if they did not.
+    stages: of the pipeline. exactness: what was compared, and how. diverged: replays of earlier
+    attempts that came out otherwise, for which this one was taken; then `again` are the iterations that had been
+    trained and are trained again.
     """
 
     plan: RecoveryPlan
     nodes: tuple[int, ...]
     damaged: tuple[str, ...] = ()
     duration_s: float = 0.0
-    plt: float | None = None
-    mlt: float | None = None
+    losses: LossReport | None = None
     windows: Mapping[int, range] = field(default_factory=dict)
     wider: str = ""
     stages: int = 1
     exactness: Exactness = field(default_factory=Exactness)
     diverged: tuple[str, ...] = ()
     again: range = range(0)
-    plt_pec: float | None = None
 
     @property
     def came_out(self) -> str:
@@ -330,12 +329,10 @@ class RecoveryTable:
         for layer, lost in sorted(by_layer.items()):
             updates = f"the updates of {sum(lost.values())} routed tokens, of {len(lost)} experts"
             yield f"  lost in layer {layer}: {updates}{self._kept_by(lost)}"
-        if self.plt is not None:
-            yield f"  proportion of lost tokens, all faults so far: {100 * self.plt:.4f} %"
-        if self.plt_pec is not None:
-            yield f"  portion of lost tokens by PEC eq. 4, all faults so far: {100 * self.plt_pec:.4f} %"
-        if self.mlt is not None:
-            yield f"  momentary lost tokens (MLT), all faults so far: {100 * self.mlt:.4f} %"
+        if (losses := self.losses) is not None:
+            yield f"  proportion of lost tokens, all faults so far: {100 * losses.plt:.4f} %"
+            yield f"  portion of lost tokens by PEC eq. 4, all faults so far: {100 * losses.plt_pec:.4f} %"
+            yield f"  momentary lost tokens (MLT), all faults so far: {100 * losses.mlt:.4f} %"
 
 
 def _place(one: Taken) -> str:

@@ -495,15 +495,13 @@ class Recovery:
             self._found.catalogue.nodes,
             ended.lines(self._damaged),
             self._ports.clock.now_s() - self._begun_s,
-            self._strategy.plt,
-            self._strategy.mlt,
+            self._strategy.report(),
             {at: range(first, last + 1) for at, (first, last) in ended.windows.items()},
             self._wider,
             self._job.topology.pp,
             exactness(plan, self._job.topology, self._job.config.replay_tolerance, ended.compared),
             tuple(map(str, self.diverged)),
             range(plan.target + 1, self.newest_iteration + 1),
-            self._strategy.plt_pec,
         )
 
 

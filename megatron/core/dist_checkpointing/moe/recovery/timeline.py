@@ -233,8 +233,10 @@ class RecoveryTimeline:
         lost: dict[int, dict[int, int]] = {}
         for operator, tokens in sorted(table.plan.lost_tokens.items()):
             lost.setdefault(operator.layer, {})[operator.expert] = tokens
-        told = replace(self, exactness=table.came_out, table=list(table.lines()), lost_tokens=lost)
-        return replace(told, plt=table.plt, plt_pec=table.plt_pec, mlt=table.mlt)
+        known = replace(self, exactness=table.came_out, table=list(table.lines()), lost_tokens=lost)
+        if (losses := table.losses) is None:
+            return known
+        return replace(known, plt=float(losses.plt), plt_pec=float(losses.plt_pec), mlt=float(losses.mlt))
 
     def lines(self) -> Iterator[str]:
         """For the log: one line with all parts, and one for each thing that is unusual."""

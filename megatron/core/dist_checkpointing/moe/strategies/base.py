@@ -244,24 +244,6 @@ class Strategy(ABC):
         return None
 
     @property
-    def plt(self) -> float | None:
-        """Proportion of lost tokens (MoC eq. 7) that all faults so far have cost; None where nothing can be lost."""
-        losses = self.report()
-        return None if losses is None else float(losses.plt)
-
-    @property
-    def plt_pec(self) -> float | None:
-        """Portion of lost tokens (PEC eq. 4) that all faults so far have cost; None where nothing can be lost."""
-        losses = self.report()
-        return None if losses is None else float(losses.plt_pec)
-
-    @property
-    def mlt(self) -> float | None:
-        """Momentary lost tokens (MOETION eq. 6) that all faults so far have cost; None where nothing can be lost."""
-        losses = self.report()
-        return None if losses is None else float(losses.mlt)
-
-    @property
     def deferred_tokens(self) -> Mapping[OperatorId, int]:
         """Lost tokens that experts still have to make up for, beyond their capacity (MOETION 6)."""
         return {}
