@@ -55,7 +55,7 @@ class PlannedJob:
     @property
     def exact(self) -> bool:
         """Whether a recovery gives back every update."""
-        return self.strategy.plt is None
+        return self.strategy.report() is None
 
     @property
     def logs(self) -> bool:
@@ -201,6 +201,8 @@ def planned_job(
 LOGS_UNDER_WAY = 2
 """Next to the logs that are kept: one that is recorded, and one that is sealed."""
 
+_GRADIENT_BYTES = 4
+
 
 def keeps_logs(job: Job, strategy: Strategy) -> bool:
     """Whether boundary logs are kept.
@@ -225,7 +227,8 @@ def node_bytes(job: Job, setting: SystemSetting, strategy: Strategy) -> int:
     taken = 0
     for own in job.sizes.values():
         report = memory_report(specs, own, job.replicas)
-        parked = report.dense_bytes if keeps_logs(job, strategy) else 0
+        full_bytes = setting.job.precision.full_bytes
+        parked = report.dense_bytes * (full_bytes + _GRADIENT_BYTES) // full_bytes if keeps_logs(job, strategy) else 0
         taken = max(taken, report.own_bytes + report.replica_bytes + parked)
     return min(topology.ranks_per_node, topology.world_size) * (taken + log_bytes(job, setting, strategy))
 

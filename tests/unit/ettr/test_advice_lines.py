@@ -160,6 +160,19 @@ def test_a_plan_of_sparse_counts_all_logs_that_a_job_makes_room_for() -> None:
     assert log_bytes(found.job, found.setting, found.strategy) == expected > 0
 
 
+def test_a_plan_of_sparse_counts_the_state_that_survivors_park_with_its_gradients() -> None:
+    question = asked("GPT-125M-8E", Topology(32, pp=2, ep=8), 512, 3600)
+    settings = {"strategy": "sparse", "window": "4", "replicas": 1}
+    parking, rolling = (
+        planned_job(question.setting, MoECheckpointConfig(**settings, recovery=recovery))
+        for recovery in ("auto", "global")
+    )
+    own = max(sum(size.full_bytes for size in sizes.values()) for sizes in parking.job.sizes.values())
+    logs = log_bytes(parking.job, parking.setting, parking.strategy)
+    assert question.job.precision.full_bytes == 12, "fp32 masters, whose gradients have 4 bytes"
+    assert (parking.node_bytes() - rolling.node_bytes()) // 8 - logs == own * 16 // 12
+
+
 def test_the_memory_that_advice_counts_is_that_of_the_plan() -> None:
     question, config = qwen_full(), MoECheckpointConfig(strategy="full", interval=1, replicas=1)
     system = replace(SYSTEMS["gemini"], replicas=1)  # type: ignore[type-var]
