@@ -1,20 +1,15 @@
-"""Processes of a job: how one ends with its parent, and how any are found."""
+"""Processes of a job: how any are found, and ended."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 NODE_NAME = "MOE_CKPT_NODE"
 """Environment variable that names the node where several are played on one machine; else the host's name counts."""

@@ -118,9 +118,8 @@ def test_weights_and_moments_may_come_from_different_iterations_and_the_older_on
 
 def test_an_expert_without_any_copy_is_named() -> None:
     copies = {rank: [snapshot(pec(10, (0, 1, 2)), Tier.OWN_MEMORY, rank)] for rank in (0, 1)}
-    with pytest.raises(RecoveryImpossible, match=r"iteration 10 .* layer0\.expert3") as error:
+    with pytest.raises(RecoveryImpossible, match=r"iteration 10 .* suffice for layer0\.expert3;"):
         recover(copies)
-    assert error.value.missing == (EXPERTS[3],)
 
 
 def test_without_a_complete_set_of_the_rest_nothing_is_recovered() -> None:

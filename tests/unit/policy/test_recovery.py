@@ -308,10 +308,9 @@ def test_what_cannot_be_recovered_is_named() -> None:
     for tier in (Tier.OWN_MEMORY, Tier.PEER_MEMORY):
         cluster.change(1, 12, tier, corrupt=frozenset({rest}))
     with pytest.raises(
-        RecoveryImpossible, match=r"iteration 14 cannot be reached: .* stage 1 .* layer1\.non_expert"
-    ) as error:
+        RecoveryImpossible, match=r"^iteration 14 cannot be reached: .* of stage 1 suffice for layer1\.non_expert;"
+    ):
         cluster.recover(ranks=[1])
-    assert (error.value.iteration, error.value.missing, error.value.asked) == (14, (rest,), (1,))
 
 
 def why_wider(cluster: Cluster, **options: object) -> str:

@@ -21,7 +21,6 @@ def contradictions(
     num_experts: int,
     use_distributed_optimizer: bool,
     stages: int | None = None,
-    signs_saves: bool = False,
 ) -> Iterator[str]:
     """Settings that are out of range, or that contradict each other or the job.
 
@@ -31,7 +30,6 @@ def contradictions(
         num_experts: Experts per MoE layer, 0 in a model without.
         use_distributed_optimizer: Whether each rank's optimizer state is sharded over data-parallel ranks already.
         stages: Pipeline stages of the job; None: not known yet.
-        signs_saves: Whether the loop has ordinary checkpoints that a secret is for, whatever the strategy.
 
     Yields:
         A sentence for each.
@@ -52,7 +50,7 @@ def contradictions(
         for field in dataclasses.fields(given)
         if field.name not in ("strategy", "inject_fault") and getattr(given, field.name) != getattr(default, field.name)
     ]
-    idle = [name for name in changed if name != "take_over" and not (name == "secret_file" and signs_saves)]
+    idle = [name for name in changed if name != "take_over"]
     if given.strategy == "none" and idle:
         *names, last = STRATEGIES
         yield (f"{_moe_flag(idle[0])} has no effect with --moe-ckpt-strategy none; choose {', '.join(names)} or {last}")

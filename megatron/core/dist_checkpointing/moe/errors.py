@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import Any
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_RIGHT = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -83,15 +82,7 @@ class NotAccepted(UnreadableCheckpoint):
 
 
 class RecoveryImpossible(MoECheckpointError):
-    """No set of intact copies leads to a state that all ranks can stand on.
-
-    `iteration` is the target that was asked for (None: any), `missing` the operators of which no sufficient copy was
-    found, `asked` the pipeline stages that lack them.
-    """
-
-    def __init__(self, sentence: str, iteration: int | None, missing: tuple[Any, ...], asked: tuple[int, ...]) -> None:
-        super().__init__(sentence)
-        self.iteration, self.missing, self.asked = iteration, missing, asked
+    """No set of intact copies leads to a state that all ranks can stand on."""
 
 
 class ReplayDiverged(MoECheckpointError):

@@ -217,7 +217,7 @@ def unless_called_off(work: Callable[[], object], slot: WorkerSlot) -> None:
         slot: Of this process; `is_called_off` is polled every 20 ms.
 
     Raises:
-        CalledOff: The launcher begins training again, and the work did not end within a second after that.
+        RestartSuperseded: The launcher begins training again, and the work did not end within a second after that.
         BaseException: What the work raises.
     """
     if not slot.keeps:

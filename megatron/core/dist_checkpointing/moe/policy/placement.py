@@ -58,7 +58,7 @@ def place_replicas(topology: Topology, r: int) -> Placement:
     take it; they are on as many nodes as there are, and first on one node of each other allocation unit, where there
     are units of several nodes; no rank keeps more than r + 1 replicas, and exactly r where nodes
     are equal and groups lie regularly; expert-data-parallel peers come first, then data-parallel ones, which hold
-    parts of the same state (`redundant_part`) and are near in the model, so that the order fits every ZeRO stage.
+    parts of the same state and are near in the model, so that the order fits every ZeRO stage.
 
     Survival goes before balance. With more than r nodes the bound gives way only where unequal nodes leave no choice,
     as for a single rank beside one big node, and then to the smallest bound that is possible (`least_load`);

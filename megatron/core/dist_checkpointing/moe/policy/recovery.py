@@ -270,13 +270,10 @@ def _impossible(stages: Sequence[StageState], target: int | None, order: Operato
     where = "any iteration" if target is None else f"iteration {target}"
     for stage, state in enumerate(stages):
         if not state.bases(target):
-            return impossible(where, target, stage, order.named(_missing(state, target)))
+            return impossible(where, stage, order.named(_missing(state, target)))
     return RecoveryImpossible(
         f"{where} cannot be reached: each stage has copies, but from no common iteration do logs and journal lead on;"
-        f" {ADVICE}",
-        target,
-        (),
-        tuple(range(len(stages))),
+        f" {ADVICE}"
     )
 
 
@@ -291,21 +288,17 @@ def _missing(state: StageState, limit: int | None) -> int:
     return never or state.lacking(Part.MASTER_AND_MOMENTS, max(iterations))
 
 
-def impossible(where: str, target: int | None, stage: int, missing: Operators) -> RecoveryImpossible:
+def impossible(where: str, stage: int, missing: Operators) -> RecoveryImpossible:
     """The error that names the operators of a stage without sufficient copies.
 
     Args:
         where: What cannot be reached, for the message.
-        target: The iteration that was asked for; None: the newest that can be reached.
         stage: The pipeline stage that lacks copies.
         missing: Its operators without sufficient copies.
     """
     named = ", ".join(map(str, sorted(missing)[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     return RecoveryImpossible(
-        f"{where} cannot be reached: no intact copies of stage {stage} suffice for {named}; {ADVICE}",
-        target,
-        tuple(sorted(missing)),
-        (stage,),
+        f"{where} cannot be reached: no intact copies of stage {stage} suffice for {named}; {ADVICE}"
     )
 
 
@@ -332,7 +325,7 @@ def _hindrance(pipeline: Pipeline, failed: Sequence[int]) -> str:
     if len(failed) == stages:
         return "ranks of every stage lost their state"
     if pipeline.tied and len({0, stages - 1} & set(failed)) == 1:
-        return "tied embeddings couple the first and last stage, and one of them lost its state"
+        return "tied embeddings or MTP couple the first and last stage, and one of them lost its state"
     for stage in failed:
         if not pipeline.bases[stage]:
             return f"no intact copies of stage {stage} lead to iteration {pipeline.target}"

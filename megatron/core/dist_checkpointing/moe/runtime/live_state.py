@@ -345,11 +345,11 @@ class RankMemory:
         self.survivor.resize_logs(self._strategy.logged)
 
     def log_bytes(self) -> int:
-        """What boundary logs and parked state take of it."""
+        """What boundary logs take of it."""
         return self.survivor.log_bytes if self.survivor is not None else 0
 
     def standby_bytes(self, logged: int) -> int:
-        """What they would take with logs of `logged` iterations."""
+        """What they and parked state would take with logs of `logged` iterations."""
         return self.survivor.standby_bytes(logged) if self.survivor is not None else 0
 
     def stage_source(self, logs: Logs) -> StageSource:

@@ -2,7 +2,7 @@
 
 With gloo a collective fails where a peer is lost. With NCCL nothing fails: the main thread is inside a call of CUDA,
 behind a kernel that waits for the peer, where no handler of a signal runs either. This thread hears of a lost peer by
-its links (`peer_links`) and of SIGTERM by a descriptor (`signal_bytes`), and then
+its links (`peer_links`) and of SIGTERM by a descriptor (`SignalBytes`), and then
 
 1. has patience: a main thread that still moves comes to a phase of the step, or to a failing collective, by itself,
    and may keep more of its state there; one that replays without the lost rank has time to finish its iteration;

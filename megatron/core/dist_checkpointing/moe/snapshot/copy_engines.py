@@ -40,7 +40,7 @@ from ..storage.system import LOCK_BYTES
 # A transfer that has begun is not interrupted. On a GPU the token counts of each MoE layer come to the host through the
 # same copy engine as snapshots do, and the host waits for them; gradients and tokens for other nodes cross the same
 # bus. Both copy engines cut what they copy by `chunked` and launch it as a `ports.Pace` lets them: `Throttle`, or the
-# one of `bubble_pace`.
+# one of `BubblePace`.
 
 CHUNK_BYTES = 8 << 20
 """About 0.2 ms of a bus that carries 50 GB/s."""

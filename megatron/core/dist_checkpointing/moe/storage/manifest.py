@@ -2,8 +2,8 @@
 
 One line, `{"xxh3":"<32 hexadecimal digits>","manifest":<body>}`, where the checksum is that of the body's bytes as they
 stand. So every changed byte of the file is found before anything in it is believed. In a job with a secret the member
-is called `hmac`, and it and all checksums of records are keyed (`job_secret`). `_Body` and `_Record` are the
-body's members in the order in which they are written: the one description of the format for both directions.
+is called `hmac`, and it and all checksums of records are keyed (`small_files.read_secret`). `_Body` and `_Record` are
+the body's members in the order in which they are written: the one description of the format for both directions.
 """
 
 from __future__ import annotations
