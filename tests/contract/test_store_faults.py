@@ -281,6 +281,45 @@ def test_a_snapshot_is_free_though_its_folder_cannot_be_removed_yet(
     assert not [one for one in place.rglob("*") if one.is_dir() and "freed" in one.name]
 
 
+def test_the_folder_of_all_ranks_is_listed_for_a_write_only_where_something_may_have_been_left(place: Path) -> None:
+    class Listing(OperatingSystem):
+        """Counts how often the folder of all ranks is listed; a folder in it goes only where that is allowed."""
+
+        listed, removes = 0, True
+
+        def list_directory(self, path: Path) -> list[str]:
+            self.listed += path == store.directory
+            return super().list_directory(path)
+
+        def remove_directory(self, path: Path) -> None:
+            if not self.removes:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            super().remove_directory(path)
+
+    def listings(action: Callable[[], Any]) -> int:
+        before = system.listed
+        action()
+        return system.listed - before
+
+    def again() -> None:
+        store.free(FIRST)
+        write(store, FIRST)
+
+    system = Listing()
+    store = new_store("filesystem", place, system)
+    assert listings(again) == 2, "an earlier process may have left something of this snapshot"
+    store.sweep()
+    assert listings(again) == 0
+    store.free(FIRST)
+    assert listings(again) == 0
+    system.removes = False
+    store.reserve(SECOND, LAYOUT).abandon()
+    system.removes = True
+    assert listings(again) > 0
+    store.sweep()
+    assert listings(again) == 0 and not list(place.rglob(".writing*"))
+
+
 def test_a_seal_that_was_made_though_it_was_said_to_fail_is_not_taken_for_anothers(place: Path) -> None:
     store = new_store("objects", place)
     inner, tries = store.files, list[str]()

@@ -57,6 +57,9 @@ class FilesystemStore:
         # comes or goes between two of them is listed or swept as if it had come or gone a moment before or after.
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
+        # The folder has snapshots of all ranks, and to find leftovers in it takes as long as they are many: looked for
+        # until `sweep` has removed those of earlier processes, and then only if one of this process could not go.
+        self._may_have_left = True
         try:
             make_folders(directory)
         except OSError as error:
@@ -77,7 +80,8 @@ class FilesystemStore:
             self._writing[aside.name] = snapshot
         try:
             with failing_as(f"reserve {layout.nbytes} bytes in {self.directory}"):
-                self._delete_left(snapshot)
+                if self._may_have_left:
+                    self._delete_left(snapshot)
                 self.system.make_directory(aside)
                 descriptor = self._allocated(aside / SEGMENT, layout.nbytes)
         except BaseException:
@@ -136,14 +140,22 @@ class FilesystemStore:
                 # Without this a power cut might bring the name back after its files were deleted.
                 sync_directory(self.directory, self.system)
             try:
-                # By its name: the folder has snapshots of all ranks, and each of them would list it.
-                self._delete(aside) if is_there else self._delete_left(snapshot)
+                if is_there:
+                    self._delete(aside)
+                elif self._may_have_left:
+                    self._delete_left(snapshot)
             except (OSError, StoreFailure) as error:  # on NFS, where anybody has a file of it open
+                self._may_have_left = True
                 log.warning("%s is free, but takes space until the next start: %s", snapshot, error)
 
     def sweep(self) -> None:
         with failing_as(f"remove torn snapshots in {self.directory}"):
-            self._delete_left()
+            self._may_have_left = False  # before: what another thread cannot remove meanwhile is none of these
+            try:
+                self._delete_left()
+            except BaseException:
+                self._may_have_left = True
+                raise
 
     def close(self) -> None:
         """As `ports.Store.close`; there is nothing to release."""
@@ -168,8 +180,10 @@ class FilesystemStore:
 
     def discard(self, aside: Path) -> None:
         """For writers: remove what was written, as far as the device lets it."""
-        with suppress(OSError):
+        try:
             self._delete(aside)
+        except OSError:
+            self._may_have_left = True
         # Claimed until it is gone: a listing in between would call it torn.
         self._writing.pop(aside.name, None)
 
