@@ -314,6 +314,33 @@ def test_a_memory_dir_that_is_too_small_is_refused_with_the_numbers(place: Path)
     new_store("memory", place).close()
 
 
+def test_the_pieces_of_a_snapshot_are_reserved_with_one_look_at_the_folder(place: Path) -> None:
+    class Listing(OperatingSystem):
+        listed = 0
+
+        def list_directory(self, path: Path) -> list[str]:
+            self.listed += 1
+            return super().list_directory(path)
+
+    system = Listing()
+    store = MemoryStore(place, JOB, RANK, (PAGE,) * 12, system=system)
+    for iteration in (10, 11):
+        for piece in "abcd":
+            write(store, SnapshotId(iteration, RANK, f"expert{piece}"))
+    store.free(SnapshotId(10, RANK, "expertb"))
+    before = system.listed
+    writers = [store.reserve(SnapshotId(12, RANK, f"expert{piece}"), LAYOUT) for piece in "abcd"]
+    assert system.listed - before == 1
+    with pytest.raises(UsageError, match="is sealed already"):
+        store.reserve(SnapshotId(11, RANK, "expertc"), LAYOUT)
+    for writer in writers:
+        writer.abandon()
+    store.free(SnapshotId(11, RANK, "expertc"))
+    write(store, SnapshotId(11, RANK, "expertc"))
+    assert len(store.snapshots().sealed) == 7 and not store.snapshots().torn
+    store.close()
+
+
 def test_a_full_tmpfs_is_found_when_memory_is_allocated_not_when_it_is_written(place: Path) -> None:
     class Full(OperatingSystem):
         def allocate(self, descriptor: int, nbytes: int) -> None:

@@ -196,6 +196,9 @@ class MemoryStore:
         # must not wait for an allocation, and rely on the locks on files as readers in other processes do.
         self._mutex = threading.Lock()
         self._writing: dict[str, SnapshotId] = {}
+        # The names in the folder while `reserve` is called again and again: training's thread reserves the pieces of a
+        # snapshot one by one, and would list all of them each time. What else changes names forgets them.
+        self._listed: tuple[SlotEntry, ...] | None = None
         self._user: SegmentUser | None = None
         self._claim = Claim(memory_dir, job, slot, area)
         self.directory, self._is_foreign = self._claim.directory, is_foreign
@@ -238,7 +241,7 @@ class MemoryStore:
     def reserve(self, snapshot: SnapshotId, layout: Layout) -> MemoryWriter:
         """As `ports.Store.reserve`."""
         with self._mutex:
-            entries = self._slot.entries()
+            entries, self._listed = self._listed or self._slot.entries(), None
             if snapshot in self._writing.values():
                 raise UsageError(f"the {snapshot} is being written already")
             if any(entry.snapshot == snapshot and entry.state == SEALED for entry in entries):
@@ -248,7 +251,7 @@ class MemoryStore:
             try:
                 # Marked while the lock is held: who finds the mark from another process finds the lock too, and so
                 # takes the snapshot for one that is being written, not for a torn one.
-                self._mark(entries, SlotEntry(name, snapshot, WRITING))
+                self._listed = self._mark(entries, SlotEntry(name, snapshot, WRITING))
             except StoreFailure:
                 del self._writing[name]
                 lock.release()
@@ -274,6 +277,7 @@ class MemoryStore:
 
     def free(self, snapshot: SnapshotId) -> None:
         with self._mutex, failing_as(f"free the {snapshot} in {self.directory}"):
+            self._listed = None
             for entry in self._slot.entries():
                 if entry.snapshot == snapshot and entry.segment not in self._writing:
                     # The manifest goes, the bytes stay: a reader's shared lock keeps writers off them until it ends.
@@ -287,6 +291,7 @@ class MemoryStore:
 
     def sweep(self) -> None:
         with self._mutex, failing_as(f"remove torn snapshots in {self.directory}"):
+            self._listed = None
             for entry in self._slot.entries():
                 # Only this process writes here, so a mark that no writer of it has is of an attempt that died.
                 if entry.state == WRITING and entry.segment not in self._writing:
@@ -314,6 +319,7 @@ class MemoryStore:
         """For writers: the segment is not written any more."""
         with self._mutex:
             self._writing.pop(segment.stem, None)
+            self._listed = None
             sealed = {entry.segment for entry in self._slot.entries() if entry.state == SEALED}
             # A resize during the writing has dropped this segment, and left its file to the writer.
             if segment.stem not in self._segments and segment.stem not in sealed:
@@ -347,18 +353,22 @@ class MemoryStore:
             with suppress(FileNotFoundError):
                 self.system.unlink(path)
 
-    def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> None:
-        """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
+    def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> tuple[SlotEntry, ...]:
+        """Say in the folder what is being written, instead of what was torn there or of the same snapshot; the entries
+        after that."""
+        stay = [*entries]
         # First the old marks go, then the new one comes: a crash between them leaves a free segment, never two claims.
         with failing_as(f"reserve a segment in {self.directory}"):
             for entry in entries:
                 if entry.state == WRITING and (entry.segment == begun.segment or entry.snapshot == begun.snapshot):
                     self.make_room_of(entry)
+                    stay.remove(entry)
             try:
                 self.system.rename(self._room(begun.segment), self.directory / begun.name)
             except FileNotFoundError:  # what is here was left by a version that took none
                 with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
                     pass
+        return (*stay, begun)
 
     def _free_segment(self, entries: Sequence[SlotEntry], nbytes: int) -> tuple[str, FileLock]:
         """The name of a free segment and the lock on it; segments without a torn snapshot first."""
@@ -413,6 +423,7 @@ class MemoryStore:
 
     def _exchange(self, sizes: Sequence[int]) -> None:
         """Use segments of these sizes: those of the same size that are there, and new ones in place of the others."""
+        self._listed = None
         entries = self._slot.entries()
         sealed = {entry.segment for entry in entries if entry.state == SEALED}
         here = self._segments | self._left_behind(sealed, frozenset(sizes))
