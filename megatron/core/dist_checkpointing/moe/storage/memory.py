@@ -251,7 +251,8 @@ class MemoryStore:
             try:
                 # Marked while the lock is held: who finds the mark from another process finds the lock too, and so
                 # takes the snapshot for one that is being written, not for a torn one.
-                self._listed = self._mark(entries, SlotEntry(name, snapshot, WRITING))
+                self._mark(entries, SlotEntry(name, snapshot, WRITING))
+                self._listed = entries  # what it says of segments that are written is not asked for
             except StoreFailure:
                 del self._writing[name]
                 lock.release()
@@ -353,22 +354,18 @@ class MemoryStore:
             with suppress(FileNotFoundError):
                 self.system.unlink(path)
 
-    def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> tuple[SlotEntry, ...]:
-        """Say in the folder what is being written, instead of what was torn there or of the same snapshot; the entries
-        after that."""
-        stay = [*entries]
+    def _mark(self, entries: Sequence[SlotEntry], begun: SlotEntry) -> None:
+        """Say in the folder what is being written, instead of what was torn there or of the same snapshot."""
         # First the old marks go, then the new one comes: a crash between them leaves a free segment, never two claims.
         with failing_as(f"reserve a segment in {self.directory}"):
             for entry in entries:
                 if entry.state == WRITING and (entry.segment == begun.segment or entry.snapshot == begun.snapshot):
                     self.make_room_of(entry)
-                    stay.remove(entry)
             try:
                 self.system.rename(self._room(begun.segment), self.directory / begun.name)
             except FileNotFoundError:  # what is here was left by a version that took none
                 with opened(self.system, self.directory / begun.name, os.O_WRONLY | os.O_CREAT):
                     pass
-        return (*stay, begun)
 
     def _free_segment(self, entries: Sequence[SlotEntry], nbytes: int) -> tuple[str, FileLock]:
         """The name of a free segment and the lock on it; segments without a torn snapshot first."""
