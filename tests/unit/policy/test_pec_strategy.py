@@ -89,6 +89,14 @@ def test_until_peers_have_had_all_experts_each_snapshot_has_them() -> None:
         assert len(experts_of(step(pec, iteration, sent=sent))) == 3  # of the others peers keep older copies
 
 
+@pytest.mark.parametrize(("selection", "again"), [("sequential", 10), ("load-aware", 6)])
+def test_experts_that_peers_did_not_take_count_as_unsaved(selection: str, again: int) -> None:
+    pec = Pec(job_of(replace(PEC, pec_selection=selection), STAGES))
+    step(pec, 1)
+    taken = {iteration: experts_of(step(pec, iteration, sent=iteration != 5)) for iteration in range(2, 11)}
+    assert [iteration for iteration, experts in taken.items() if experts == taken[5]] == [5, again]
+
+
 @pytest.mark.parametrize(("sent", "taken"), [(True, 3), (False, 24)])
 def test_experts_that_peers_do_not_take_after_a_recovery_are_taken_again(sent: bool, taken: int) -> None:
     job = job_of(PEC, STAGES)
@@ -289,8 +297,10 @@ def test_writes_that_fail_do_not_make_experts_overdue() -> None:
     pec = Pec(job_of(replace(STORING, persist_interval=1)))
     written(pec, 1)
     for iteration in range(2, 40):
-        part = written(pec, iteration, ok=False)
-        assert part is not None and len(experts_of(part)) == 3
+        plan = step(pec, iteration)
+        assert len(experts_of(plan)) == 3
+        (part,) = pec.persistent(plan)
+        pec.on_commit(part, Level.PERSIST, False)
 
 
 def test_a_snapshot_that_was_not_planned_to_be_persisted_is_not() -> None:
