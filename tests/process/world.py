@@ -217,6 +217,8 @@ class Running:
                     codes[rank] = -signal.SIGKILL
             if any(codes.values()):
                 deadline = min(deadline, time.monotonic() + SHUTDOWN_TIMEOUT_S)
+        for process, _ in self._workers:  # as a launcher: whoever is started anew finds their folders free
+            process.join(SHUTDOWN_TIMEOUT_S)
         return self._outcome(codes)
 
     def _outcome(self, codes: dict[int, int]) -> Outcome:
