@@ -91,6 +91,19 @@ def read_tracker(root: Path) -> str | None:
         return None
     except OSError as error:
         raise UnreadableCheckpoint(f"{path} cannot be read ({error.strerror})") from error
+    return tracked_name(path, text)
+
+
+def tracked_name(path: Path, text: str) -> str:
+    """The name of the folder that a tracker names.
+
+    Args:
+        path: The tracker.
+        text: What it holds.
+
+    Raises:
+        UnreadableCheckpoint: That is no iteration.
+    """
     if text == RELEASE:
         return RELEASE
     iteration = iteration_of(text)

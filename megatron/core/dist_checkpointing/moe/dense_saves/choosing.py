@@ -27,6 +27,7 @@ from moe_ckpt.dense.names import (
     TRACKER,
     iteration_of,
     read_beside,
+    tracked_name,
 )
 
 from ..core_versions.training import replaced
@@ -246,15 +247,11 @@ def _tracked(directory: CheckpointDirectory) -> list[_LoadChoice]:
         return []
     if not text:  # its writer was killed: all that is published was published whole
         return [_older(root, iteration, is_tracker_lost=True) for iteration in iterations]
-    if text == RELEASE:
-        return [_LoadChoice(root, RELEASE)]
-    tracked = iteration_of(text)
-    if tracked is None:
-        raise UsageError(
-            f"--load {root}: {root / TRACKER} holds {text[:40]!r}, not an iteration; repair the tracker, or remove it"
-            " to begin again"
-        )
-    named = _LoadChoice(root, f"iter_{tracked:07d}")
+    try:
+        named = _LoadChoice(root, tracked_name(root / TRACKER, text))
+    except UnreadableCheckpoint as error:
+        raise UsageError(f"--load {root}: {error}; repair the tracker, or remove it to begin again") from error
+    tracked = _iteration(named.name)  # nothing is older than a release
     return [named, *(_older(root, iteration) for iteration in iterations if 0 < iteration < tracked)]
 
 
