@@ -80,8 +80,7 @@ class FilesystemStore:
             self._writing[aside.name] = snapshot
         try:
             with failing_as(f"reserve {layout.nbytes} bytes in {self.directory}"):
-                if self._may_have_left:
-                    self._delete_left(snapshot)
+                self._delete_left(snapshot)
                 self.system.make_directory(aside)
                 descriptor = self._allocated(aside / SEGMENT, layout.nbytes)
         except BaseException:
@@ -140,10 +139,7 @@ class FilesystemStore:
                 # Without this a power cut might bring the name back after its files were deleted.
                 sync_directory(self.directory, self.system)
             try:
-                if is_there:
-                    self._delete(aside)
-                elif self._may_have_left:
-                    self._delete_left(snapshot)
+                self._delete(aside) if is_there else self._delete_left(snapshot)
             except (OSError, StoreFailure) as error:  # on NFS, where anybody has a file of it open
                 self._may_have_left = True
                 log.warning("%s is free, but takes space until the next start: %s", snapshot, error)
@@ -197,6 +193,8 @@ class FilesystemStore:
     def _delete_left(self, snapshot: SnapshotId | None = None) -> None:
         """Delete what this rank left behind of one snapshot, or of all, and is not writing now. Raises OSError once all
         was tried."""
+        if snapshot is not None and not self._may_have_left:
+            return
         failures = []
         for name in self._names():
             found = _ASIDE.fullmatch(name)
