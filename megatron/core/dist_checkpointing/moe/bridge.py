@@ -56,7 +56,7 @@ from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
 from .runtime.opening import one_spelling
 from .runtime.peer_links import set_for_parking
-from .runtime.session import Loadable
+from .runtime.session import NOTHING, Loadable
 from .runtime.watcher import waiting_for_no_rank
 from .standby.verdict import permanent_errors_end_the_job
 
@@ -186,7 +186,7 @@ class BridgeCheckpointManager:
         # Bridge sets it as it loads a pretrained checkpoint, and a process that stays would keep what no new one has.
         checkpoint.finetune = self._finetunes = checkpoint.finetune if self._finetunes is None else self._finetunes
         newest = _newest_dense(cfg, self._dense)
-        manager.resume(None if newest is None else load_dense, newest or Loadable())
+        manager.resume(None if newest is None else load_dense, newest or NOTHING)
         if manager.iteration > 0 and not loaded:
             self._random = random_states()
             update_num_microbatches(state.train_state.consumed_train_samples)

@@ -42,7 +42,7 @@ from ..megatron_state.restore import any_rank
 from ..megatron_state.trainer_state import random_states, restore_random
 from ..recovery.timeline import RecoveryTimeline
 from ..runtime.peer_links import is_lost_peer
-from ..runtime.session import Loadable
+from ..runtime.session import NOTHING
 from ..runtime.status import report_silence
 from ..standby.heartbeat import own_heartbeat
 from ..strategies import STRATEGIES
@@ -248,8 +248,7 @@ class Hooks:
 
         if self._recover_only:  # the state to recover may be older than a checkpoint, of which only flags are read
             load = None
-        in_part = bool(args.finetune or args.no_load_optim)
-        newest = newest_checkpoint(args) if load is not None else Loadable(in_part=in_part)
+        newest = newest_checkpoint(args) if load is not None else NOTHING
         load_newest = None if load is None else functools.partial(load_with, load)
         try:
             iteration = manager.resume(load_newest, newest, run_again=run_again)
