@@ -122,14 +122,12 @@ class LossyState:
         if flight is None:
             return self
         state = replace(self, flights=tuple(one for one in self.flights if one is not flight))
-        if not ok:
-            state = state._abandoned(iteration, level)
-        elif not self.waits:
-            state = state._saved(flight.experts, iteration, level)
         if ok:
+            state = state if self.waits else state._saved(flight.experts, iteration, level)
             state = replace(state, sending=(*self.sending, flight))
-        elif flight.sent is not None:
-            state = state._abandoned(iteration, Level.REPLICAS)
+        else:
+            state = state._abandoned(iteration, level)
+            state = state if flight.sent is None else state._abandoned(iteration, Level.REPLICAS)
         if flight.persist is None:
             return state
         return state._dropping_ready(flight) if ok else state._abandoned(iteration, Level.PERSIST)
