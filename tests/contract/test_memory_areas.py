@@ -220,13 +220,17 @@ def test_memory_that_stayed_mapped_for_a_next_attempt_goes_with_the_area(place: 
     assert kept not in Path("/proc/self/maps").read_text()
 
 
+def taking(owner_file: Path, then: str = "") -> list[str]:
+    """A command that takes the lock of a folder, says so, and does something with it once it has read a line."""
+    code = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB);"
+    return [sys.executable, "-Sc", f"{code} print('has it', flush=True); input(); {then}", str(owner_file)]
+
+
 def test_a_folder_that_is_removed_while_a_process_waits_for_it_is_made_again(place: Path) -> None:
     store = MemoryStore(place, JOB, 0, (4096,))
     owner_file = store.directory / "owner.json"
     store.close()
-    code = "import fcntl, shutil, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB);"
-    code += "print('has it', flush=True); input(); shutil.rmtree(sys.argv[2])"
-    removes = [sys.executable, "-Sc", code, str(owner_file), str(place / JOB)]
+    removes = [*taking(owner_file, then="import shutil; shutil.rmtree(sys.argv[2])"), str(place / JOB)]
     with subprocess.Popen(removes, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"has it\n"
@@ -241,9 +245,7 @@ def test_nobody_can_claim_a_folder_while_it_is_removed_nor_is_one_removed_that_s
     store = MemoryStore(place, JOB, 0, (4096,))
     owner_file = store.directory / "owner.json"
     store.close()
-    code = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB);"
-    code += "print('has it', flush=True); input()"
-    claims = [sys.executable, "-Sc", code, str(owner_file)]
+    claims = taking(owner_file)
     with kept_free(place / JOB):
         assert "BlockingIOError" in subprocess.run(claims, capture_output=True, text=True, check=False).stderr
     with subprocess.Popen(claims, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -217,7 +217,7 @@ class Running:
                     codes[rank] = -signal.SIGKILL
             if any(codes.values()):
                 deadline = min(deadline, time.monotonic() + SHUTDOWN_TIMEOUT_S)
-        for process, _ in self._workers:  # as a launcher: whoever is started anew finds their folders free
+        for process, _ in self._workers:  # as a launcher does before it starts the job again
             process.join(SHUTDOWN_TIMEOUT_S)
         return self._outcome(codes)
 
