@@ -34,6 +34,9 @@ OURS = re.compile(rf"(?:{'|'.join(FOLDERS)})/[^\s<>]*|pretrain_gpt_moe\.py")
 CHECKED = re.compile(
     rf"(?:moe-ckpt|make|torchrun|sbatch|bash|python|\.venv/bin/\S+|(?:{'|'.join(FOLDERS)})/\S*)(?: |$)"
 )
+OVERLAY = ROOT / "megatron" / "core" / "dist_checkpointing" / "moe"
+PACKAGES = "|".join(["megatron", "moe_ckpt", *(made.parent.name for made in OVERLAY.glob("*/__init__.py"))])
+MODULE = re.compile(rf"`((?:{PACKAGES})/[\w/]+?)/?(?:\.py)?`")
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|\[.*\]|\.\.\.")
 FLAG = re.compile(r"--[a-z][\w-]*")
@@ -226,6 +229,13 @@ def test_commands_and_files_that_sentences_name_exist(page: Path) -> None:
 def test_flags_of_the_subsystem_that_are_named_exist(page: Path) -> None:
     found = set(re.findall(r"--moe-ckpt-[a-z][a-z-]*[a-z](?![\w*-])", page.read_text(encoding="utf-8")))
     assert found <= driver_flags() | launcher_flags()
+
+
+@every_page
+def test_modules_that_are_named_exist(page: Path) -> None:
+    named = sorted(set(MODULE.findall(page.read_text(encoding="utf-8"))))
+    places = {name: [there / f"{name}{end}" for there in (ROOT, OVERLAY) for end in ("", ".py")] for name in named}
+    assert [name for name in named if not any(path.exists() for path in places[name])] == []
 
 
 @every_page
