@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from memory import FOLDER, give_back, holds_state, is_kept, keep, take
-from orphaned import requeue_if_orphaned
+from orphaned import cancel_if_orphaned, requeue_if_orphaned
 from rendezvous import LEFT_EARLY, REFUSED, REFUSED_WITH_STATE, UNTRAINED, note_trained, outcome_at, report
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -37,9 +37,10 @@ from moe_ckpt.megatron_core import refuse_unsupported_versions
 
 class _Handler(SpareHandler):
     """Notes that this node has reached the meeting point: one that never did cannot know that it is gone. And that it
-    had a place there, so that it has started ranks; and tells the keeper at `endpoint` once these have trained."""
+    had a place there, so that it has started ranks; and tells the keeper at `endpoint` once these have trained. And
+    that nobody heard that the job has nothing more to do."""
 
-    was_made = had_a_place = has_told = False
+    was_made = had_a_place = has_told = leaves_nothing = False
     endpoint = ""
 
     def __init__(self, *arguments: Any) -> None:
@@ -86,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
         give_back(os.environ[NODE_NAME], 1 if code is None or waits else code)
         if code is None and _Handler.was_made:
             requeue_if_orphaned(_endpoint(argv), ran_s)
+        elif _Handler.leaves_nothing:
+            cancel_if_orphaned()
     return 1 if code is None else code
 
 
@@ -174,6 +177,7 @@ def _reported(endpoint: str, code: int, of_nodes: int = 1) -> int:
     except DistError as error:
         said = f"{endpoint} does not answer, so that the job has ended with {code} is not known there"
         sys.stderr.write(f"{said}; run scancel {os.environ['SLURM_JOB_ID']}: {str(error).splitlines()[0]}\n")
+        _Handler.leaves_nothing = code in (0, REFUSED) and of_nodes == 1
     return code
 
 

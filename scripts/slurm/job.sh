@@ -12,6 +12,7 @@
 #                                     unit that is replaced as a whole: docs/operations.md
 #   MOE_CKPT_STANDBYS (0)             processes per node that wait, imports done, to replace lost ranks
 #   MOE_CKPT_LEAD_S (180)             seconds between the signal of --signal and the end of the job's time
+#   MOE_CKPT_LEAVE_S (300)            how long nodes may take to leave once it is known how training has ended
 #   MOE_CKPT_MAX_RESTARTS (20)        restarts of the ranks within a run of the job
 #   MOE_CKPT_MIN_RUN_S (600)          a run that fails sooner than this would fail again: the job is not requeued
 #   MOE_CKPT_ON_STOP (requeue)        what happens when time is up: requeue, or end, for a chain of jobs
@@ -25,7 +26,7 @@
 #   MOE_CKPT_ANSWER_S (60)            how long MOE_CKPT_RDZV_HOST may take to lead to this node once the meeting point is there
 
 : "${MOE_CKPT_SPARES:=1}" "${MOE_CKPT_STANDBYS:=0}" "${MOE_CKPT_UNIT_NODES:=1}" "${MOE_CKPT_NPROC:=${SLURM_GPUS_ON_NODE:-}}"
-: "${MOE_CKPT_LEAD_S:=180}" "${MOE_CKPT_MAX_RESTARTS:=20}" "${MOE_CKPT_MIN_RUN_S:=600}"
+: "${MOE_CKPT_LEAD_S:=180}" "${MOE_CKPT_LEAVE_S:=300}" "${MOE_CKPT_MAX_RESTARTS:=20}" "${MOE_CKPT_MIN_RUN_S:=600}"
 : "${MOE_CKPT_ENV_FILE:=}" "${MOE_CKPT_LOG_DIR:=}" "${MOE_CKPT_STRIKES:=}"
 : "${MOE_CKPT_HEALTH_CHECK:=}" "${MOE_CKPT_HEALTH_TIMEOUT_S:=60}" "${MOE_CKPT_HANG_S:=0}"
 : "${MOE_CKPT_ON_STOP:=requeue}" "${MOE_CKPT_KEEP_MEMORY:=0}" "${MOE_CKPT_TMPFS:=/dev/shm}"
@@ -58,7 +59,7 @@ run_job() {
         end 2 "job arrays are not supported: submit each training by an sbatch of its own, without --array"
     [ "$nodes" -ge 1 ] || end 2 "of $SLURM_JOB_NUM_NODES nodes $MOE_CKPT_SPARES are spares, so none can train: raise --nodes"
     # A signal to this shell only: Slurm warns before the end of the job's time, and of preemption where so configured.
-    trap 'stopped=soon; say "time is up soon: telling all ranks"; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1
+    trap 'stopped=soon; say "time is up soon: telling all ranks"' USR1
     # Cancelled or preempted: Slurm has told all ranks as well, and decides itself what becomes of the job.
     trap 'stopped=now; say "told to end"' TERM
     trap leave EXIT
@@ -94,8 +95,33 @@ run_job() {
         "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MOE_CKPT_RDZV_HOST:$MOE_CKPT_RDZV_PORT" \
         "--rdzv-conf=is_host=0,join_timeout=$MEET_S" \
         "$MOE_CKPT_SCRIPT" "${flags[@]}" "$@" &
-    wait_for $!
+    attend $!
     decide
+}
+
+# Waits for the step of all nodes, and passes on that time is up soon. It returns before the step has ended where one node
+# would keep the job from being requeued, or all others here: its file system hangs, or it still frees its memory.
+attend() {
+    local begun='' told='' known=''
+    while kill -0 "$1" 2>/dev/null; do
+        if [ "$stopped" = soon ]; then
+            begun=${begun:-$SECONDS}
+            [ $((SECONDS - begun)) -lt $((MOE_CKPT_PATIENCE_S + KILL_MARGIN_S / 2)) ] ||
+                { say "a node has not left in time"; return; }
+            # Again and again: tasks whose container is still being made do not hear it, and a controller that fails over
+            # refuses.
+            if [ -z "$told" ] || [ $((SECONDS - told)) -ge 10 ]; then
+                told=$SECONDS
+                scancel --signal=TERM "$SLURM_JOB_ID" || true
+            fi
+        elif [ -f "$outcome" ]; then
+            known=${known:-$SECONDS}
+            [ $((SECONDS - known)) -lt "$MOE_CKPT_LEAVE_S" ] ||
+                { say "a node has not left $MOE_CKPT_LEAVE_S s after the others (MOE_CKPT_LEAVE_S)"; return; }
+        fi
+        sleep 1 &
+        wait $! || true  # a signal ends it
+    done
 }
 
 # Whether these are flags of a job with snapshots in memory; the last one of a name counts.
@@ -137,11 +163,6 @@ keep_rendezvous() {
 answers() {
     # shellcheck disable=SC2016  # expanded by the inner shell
     timeout 5 bash -c ': <>"/dev/tcp/$0/$1"' "$1" "$MOE_CKPT_RDZV_PORT" 2>/dev/null
-}
-
-# Waits for a process to its end, also when a signal comes in between.
-wait_for() {
-    while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done
 }
 
 # Exit codes of srun tell of each node, lost ones too. What became of the training is what its ranks reported.
@@ -189,8 +210,10 @@ go_on() {
 hold() {
     [ "$MOE_CKPT_ON_STOP" = requeue ] ||
         { cancel_chain; end 1 "$1 of $SLURM_JOB_NODELIST, until another job ends there where epilog.sh is installed"; }
+    local nodes  # all that are left: a job that asks for one that was lost would wait for it
+    nodes=$(timeout 10 squeue --noheader --format=%N "--jobs=$SLURM_JOB_ID" 2>/dev/null) || nodes=''
     say "$1; requeued and held: once that is mended, run scontrol update JobId=$SLURM_JOB_ID\
- ReqNodeList=$SLURM_JOB_NODELIST, and scontrol release $SLURM_JOB_ID"
+ ReqNodeList=${nodes:-$SLURM_JOB_NODELIST}, and scontrol release $SLURM_JOB_ID"
     requeue requeuehold
 }
 
@@ -214,13 +237,21 @@ again() {
 
 # The later jobs of a chain have nothing to do.
 cancel_chain() {
-    [ "$MOE_CKPT_ON_STOP" = requeue ] || again scancel --state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER"
+    local waiting=(--state=PENDING "--name=$SLURM_JOB_NAME" "--user=$SLURM_JOB_USER")
+    [ "$MOE_CKPT_ON_STOP" = requeue ] || again scancel "${waiting[@]}" ||
+        say "later jobs of the chain wait: run scancel ${waiting[*]}"
 }
 
 leave() {
     trap - EXIT
-    # srun hands this signal on, where it would answer SIGTERM with SIGKILL to its step.
-    [ -z "$rendezvous" ] || { kill -USR1 "$rendezvous" 2>/dev/null && wait_for "$rendezvous"; } || true
+    # srun hands this signal on, where it would answer SIGTERM with SIGKILL to its step; to a task whose container is still
+    # being made it hands on nothing, hence again, up to a minute, or 5 s where time is short.
+    local try tries=300
+    [ -z "$stopped" ] || tries=25
+    for ((try = 0; try < tries; try++)); do
+        { [ -n "$rendezvous" ] && kill -USR1 "$rendezvous" 2>/dev/null; } || break
+        sleep 0.2
+    done
     rm -f "$outcome" "$outcome.listens"
     rmdir "$MOE_CKPT_MEMORY" 2>/dev/null || true
 }

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 PATIENCE_S, ASK_S = 30.0, 60.0
 GONE_S, AGAIN_S = 600.0, 10.0
@@ -42,7 +43,19 @@ def requeue_if_orphaned(endpoint: str, ran_s: float) -> bool:
     if not _is_down(job):
         sys.stderr.write(f"{said}but Slurm does not call the batch node down, so this node leaves alone\n")
         return False
-    said += "the batch node is down: "
+    return _ask(command, f"{said}the batch node is down: ")
+
+
+def cancel_if_orphaned() -> None:
+    """End a job that has nothing more to do, where Slurm says that its batch node is down: its other nodes would stay
+    idle to the end of its time."""
+    job = os.environ["SLURM_JOB_ID"]
+    if all(map(shutil.which, ("scancel", "squeue", "sinfo"))) and _is_down(job):
+        _ask(["scancel", job], f"job {job}: the batch node is down: ")
+
+
+def _ask(command: Sequence[str], said: str) -> bool:
+    """Ask Slurm for it, and say what came of that; whether it is done."""
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
     except subprocess.TimeoutExpired:

@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed import DistError, DistNetworkError, TCPStore
 
@@ -24,7 +25,7 @@ def main(port: int, file: Path) -> None:
     can come. Ends with a line where somebody else has the port."""
     # Slurm signals all steps of a job, and the agents need their store until they have ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, lambda _number, _frame: sys.exit())
+    signal.signal(signal.SIGUSR1, _leave)
     try:
         store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     except DistNetworkError as error:
@@ -47,6 +48,11 @@ def main(port: int, file: Path) -> None:
     store.set(f"{NOTED}/{REFUSED_WITH_STATE}", "")  # only now does the agent that says so end, and `job.sh` read it
     while True:
         signal.pause()
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # it is told again and again
+    sys.exit()
 
 
 def report(endpoint: str, code: int, of_nodes: int = 1) -> None:

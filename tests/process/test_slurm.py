@@ -72,7 +72,24 @@ def agent():
     elif what == "left":
         outcome.write_text("4")
         sys.exit(4)
-    elif what == "waiting":
+    elif what == "survived":
+        if mine.name != "node-0":  # that of the batch script is not lost
+            os.environ["RANK"] = "0"
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(sys.argv[-1], "a") as reports:
+            reports.write('{{"iteration": 1}}\\n')
+        time.sleep(3)
+        (mine / "left").touch()
+        outcome.write_text("1")
+        memory.keep()
+        sys.exit(1)
+    elif what == "lingering":
+        outcome.write_text("0")
+        while mine.name == "node-2":
+            time.sleep(0.1)
+    elif what in ("waiting", "deaf"):
+        if what == "deaf" and mine.name == "node-2":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (mine / "left").touch()
         while len(list(mine.parent.glob("*/left"))) < int(os.environ["SLURM_JOB_NUM_NODES"]):
             time.sleep(0.05)  # as training does; a task that does not run yet is not told that time is up
@@ -169,6 +186,23 @@ def test_a_job_whose_time_is_up_tells_its_ranks_and_is_requeued(play: Play) -> N
 
 
 @pytest.mark.ci
+def test_a_job_whose_time_is_up_is_requeued_although_a_node_does_not_end(play: Play) -> None:
+    waits = submit("--signal=B:USR1@25")
+    code, said = play.run("--stop", "1", *waits, runs=(("deaf", "trained"),), MOE_CKPT_LEAD_S="25")
+    assert code == 0, said
+    assert "a node has not left in time" in said
+    assert "time was up; requeued" in said
+
+
+@pytest.mark.ci
+def test_a_job_that_has_trained_ends_although_a_node_does_not(play: Play) -> None:
+    code, said = play.run(*submit(), runs=(("lingering",),), MOE_CKPT_LEAVE_S="2")
+    assert code == 1, said  # for the memory of that node, which is left to the epilog
+    assert "training has ended" in said and "job 1 has ended with exit code 0" in said
+    assert "left in memory: moe-ckpt-job-1" in said
+
+
+@pytest.mark.ci
 def test_a_job_that_is_cancelled_is_not_requeued(play: Play) -> None:
     code, said = play.run("--cancel", "1", *submit(), runs=(("waiting", "trained"),))
     assert code == 143, said
@@ -180,6 +214,15 @@ def test_a_job_that_cannot_work_ends_with_code_2_and_is_not_requeued(play: Play)
     code, said = play.run(*submit(), runs=(("misused", "trained"),), MOE_CKPT_MIN_RUN_S="0")
     assert code == 2, said
     assert said.count("starts on") == 1
+
+
+@pytest.mark.ci
+def test_a_job_that_is_held_does_not_ask_for_a_node_that_it_has_lost(play: Play) -> None:
+    _, said = play.run("--lose", "1", *submit(), runs=(("survived",),), MOE_CKPT_LEAVE_S="2")
+    lost = re.search(r"(node-\d) is lost", said)
+    assert lost is not None, said
+    left = ",".join(node for node in ("node-0", "node-1", "node-2") if node != lost[1])
+    assert f"ReqNodeList={left}, and scontrol release 1" in said
 
 
 @pytest.mark.ci
@@ -433,7 +476,7 @@ def test_settings_that_cannot_work_end_the_job_with_what_to_change(
 @pytest.mark.ci
 def test_what_a_site_sets_reaches_the_nodes_and_what_is_watched_for_the_agents(play: Play, tmp_path: Path) -> None:
     sourced = f"{tmp_path}/sourced$1-$MOE_CKPT_MIN_RUN_S-$SLURMD_NODENAME"
-    site = f'PATHS=/opt/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\ntouch "{sourced}"\n'
+    site = f'here=/nowhere\nPATHS=/opt/lib:$NOT_SET_HERE\nfalse\nset -- $*-of-site\ntouch "{sourced}"\n'
     (tmp_path / "env.sh").write_text(site)  # a variable that is not set, a command that fails, arguments of its own
     watched = {
         "MOE_CKPT_STRIKES": "3/10m",

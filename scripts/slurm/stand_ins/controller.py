@@ -109,6 +109,7 @@ class Controller:
         if node is None:
             return False
         self._lost.add(node)
+        job.update(nodes=[one for one in job.read()["nodes"] if one != node])
         say(f"{node} is lost; {head} and the others continue")
         cluster.send(signal.SIGKILL, **{JOB: str(job.number), NODE: node})
         for memory in self._tmpfs.glob(f"moe-ckpt-job-{job.number}/{node}"):

@@ -113,8 +113,9 @@ def scancel(given: dict[str, str], rest: list[str]) -> int:
 
 
 def squeue(given: dict[str, str], _rest: list[str]) -> int:
-    """The state of a job."""
-    print(cluster.job(given["jobs"]).read()["state"])
+    """The state of a job, or with `%N` the nodes that it has left."""
+    record = cluster.job(given["jobs"]).read()
+    print(",".join(record["nodes"]) if given.get("format") == "%N" else record["state"])
     return 0
 
 
