@@ -72,6 +72,8 @@ def refusals(recipe: Recipe, strategy: str, recovery: str = "global") -> Iterato
         recovery: Which stages are to roll back.
     """
     settings = JUDGED | recipe.settings
+    # Bridge switches it off where there is nothing to reduce over (`training/comm_overlap.py`).
+    settings["tp_comm_overlap"] = settings["tp_comm_overlap"] and settings["tensor_model_parallel_size"] > 1
     model, wrapping = SimpleNamespace(**settings, num_moe_experts=8), SimpleNamespace(**settings)
     yield from flags.refusals(MoECheckpointConfig(strategy=strategy, recovery=recovery), argparse.Namespace(**settings))
     yield from unsupported_settings(model, wrapping)

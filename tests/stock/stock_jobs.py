@@ -20,6 +20,7 @@ KILLED = -signal.SIGKILL
 """Exit code of a rank that an injected fault strikes; others end with 1."""
 FULL = ("--moe-ckpt-strategy", "full")
 SPARSE = ("--moe-ckpt-strategy", "sparse", "--moe-ckpt-window", "2")
+RECOMPUTED = tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
 
 # Every schedule moves at each iteration, clipping bites and dropout draws numbers: nothing can be lost unnoticed.
 FLAGS = (

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from hybrid_model import hybrid_shape, seeing
-from stock_jobs import FULL, KILLED, SPARSE, Shape, Tied, without_state
+from stock_jobs import FULL, KILLED, RECOMPUTED, SPARSE, Shape, Tied, without_state
 
 UNEVEN = hybrid_shape("ME*M|E")
 CHUNKS = hybrid_shape("M|E*|ME|M*E", more=("--global-batch-size", "4"))
@@ -15,6 +15,7 @@ NET = "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 
 DELTA = hybrid_shape("GE*|GE", more=tuple(NET.split()))
 AHEAD = hybrid_shape("M*E|ME/*E")
 """The last stage predicts a further token, with a copy of the embedding."""
+AGAIN = hybrid_shape("M*E|ME", more=RECOMPUTED)
 SEEING = hybrid_shape("*E|ME", hook=seeing)
 EXPERTS = hybrid_shape("M*E|ME", ranks=4, ep=2)
 
@@ -32,6 +33,7 @@ TIED = Tied(2, 2, 1, more=UNEVEN.more, hooks=UNEVEN.hooks)
         pytest.param(CHUNKS, FULL, "0@5:step", id="full-interleaved", marks=pytest.mark.full),
         pytest.param(CHUNKS, SPARSE, "1@5:step", id="sparse-interleaved", marks=pytest.mark.full),
         pytest.param(EXPERTS, SPARSE, "3@5:step", id="sparse-experts", marks=pytest.mark.full),
+        pytest.param(AGAIN, SPARSE, "0@5:step", id="sparse-recomputed", marks=pytest.mark.ci),
         pytest.param(AHEAD, SPARSE, "1@5:step", id="sparse-mtp", marks=pytest.mark.full),
         pytest.param(AHEAD, FULL, "0@5:step", id="full-mtp", marks=pytest.mark.full),
         pytest.param(SEEING, SPARSE, "0@5:step", id="sparse-vision", marks=pytest.mark.full),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from stock_jobs import FULL, KILLED, SPARSE, Shape, Tied, without_state
+from stock_jobs import FULL, KILLED, RECOMPUTED, SPARSE, Shape, Tied, without_state
 
 AHEAD = ("--mtp-num-layers", "1")
 THREE = Shape(ranks=3, pp=3, ep=1, more=AHEAD)
 PAIR = Shape(ranks=2, pp=2, ep=1, more=AHEAD)
 EXPERTS = Shape(ranks=4, pp=2, ep=2, more=("--mtp-num-layers", "2"))
+WITHOUT_STAGES = Shape(ranks=2, pp=1, ep=2, more=(*AHEAD, *RECOMPUTED))
 REPEATED = Shape(ranks=2, pp=2, ep=1, more=("--mtp-num-layers", "2", "--mtp-use-repeated-layer"))
 ALONE_ON_A_CHUNK = Shape(
     ranks=2, pp=2, ep=1, more=(*AHEAD, "--pipeline-model-parallel-layout", "Et|t|tt|mL", "--global-batch-size", "4")
@@ -27,6 +28,7 @@ TIED = Tied(ranks=2, pp=2, ep=1, more=AHEAD)
         pytest.param(THREE, SPARSE, "2@5:step", id="sparse-both-ends-replay"),
         pytest.param(EXPERTS, FULL, "3@4:forward-backward", id="full", marks=pytest.mark.ci),
         pytest.param(EXPERTS, SPARSE, "3@5:step", id="sparse-two-depths", marks=pytest.mark.full),
+        pytest.param(WITHOUT_STAGES, SPARSE, "1@5:step", id="sparse-recomputed", marks=pytest.mark.ci),
         pytest.param(THREE, SPARSE, "1@5:step", id="sparse-the-middle-replays", marks=pytest.mark.full),
         pytest.param(THREE, FULL, "2@5:step", id="full-three-stages", marks=pytest.mark.full),
         pytest.param(ALONE_ON_A_CHUNK, SPARSE, "0@5:step", id="sparse-interleaved", marks=pytest.mark.full),

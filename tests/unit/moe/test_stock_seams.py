@@ -141,7 +141,7 @@ def test_an_overflow_that_all_ranks_agree_on_is_refused_where_a_stage_may_replay
         flags.check(*given(strategy="sparse", **bounded), "0.19.2")
 
 
-@pytest.mark.parametrize("name", ["qk_clip", "cpu_offloading_num_layers"])
+@pytest.mark.parametrize("name", ["qk_clip", "cpu_offloading_num_layers", "tp_comm_overlap"])
 def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again(name: str) -> None:
     assert flags.check(*given(**{name: True}), "0.19.2") == ""
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not go with --moe-ckpt-strategy sparse"):

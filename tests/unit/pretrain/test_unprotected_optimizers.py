@@ -198,6 +198,12 @@ def test_a_tower_with_a_configuration_of_its_own_may_draw_where_the_language_mod
     assert draws_in(chunks) == named
 
 
+def test_products_in_which_transformer_engine_reduces_something_else_are_not_left_out() -> None:
+    config = unwrap_model(built(judged(MODEL.split(), 1))[0]).config
+    config.tp_comm_overlap = True
+    assert "tensor-parallel communication that Transformer Engine overlaps" in unfreezable_settings(config)
+
+
 def test_scales_of_operations_that_transformer_engine_fuses_are_refused_and_so_are_frozen_ones() -> None:
     (chunk,) = chunks = built(judged(MODEL.split(), 1))
     config = unwrap_model(chunk).config

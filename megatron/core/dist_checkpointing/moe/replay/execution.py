@@ -166,6 +166,8 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         # These compute or move by a schedule of their own what a frozen operator no longer has.
         "layers whose activations Transformer Engine offloads": config.cpu_offloading,
         "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
+        # It reduces gradients of inputs while those of weights are multiplied, which frozen weights leave out.
+        "tensor-parallel communication that Transformer Engine overlaps": config.tp_comm_overlap,
         # They are made once, and take all weights of a layer's experts for frozen or none.
         "operations that Transformer Engine fuses": getattr(config, "use_transformer_engine_op_fuser", False)
         or getattr(config, "use_grouped_gemm_for_shared_expert", False),
@@ -288,7 +290,8 @@ def gradients_down_to(chunk: torch.nn.Module, lowest: int) -> Iterator[None]:
     # Which module comes after which is not known: as in training. Layers that predict further tokens read the last
     # layer's output, and what they send down goes by the head.
     if not is_plain_gpt(model) or getattr(model, "mtp_process", False):
-        yield
+        with _entered_with_gradient(model):
+            yield
         return
     with contextlib.ExitStack() as stack:
         entrances = _entrances(model)
@@ -325,7 +328,12 @@ def _flow_everywhere(config: Any) -> bool:
         config.recompute_granularity == "selective" and "moe" in config.recompute_modules
     )
     offloaded = config.fine_grained_activation_offloading
-    return bool(recomputed or offloaded or config.bias_dropout_fusion or keeps_scales(config))
+    compiled = (
+        config.bias_dropout_fusion
+        or getattr(config, "qk_l2_norm", False)
+        or getattr(config, "attention_output_gate", False)
+    )
+    return bool(recomputed or offloaded or compiled or keeps_scales(config))
 
 
 def _entrances(model: Any) -> list[tuple[int, torch.nn.Module]]:
@@ -347,7 +355,7 @@ def _input_changed(module: torch.nn.Module, change: Callable[[torch.Tensor], tor
     def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if "hidden_states" in kwargs:
             return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
-        return (change(args[0]), *args[1:]), kwargs
+        return (*map(change, args[:1]), *args[1:]), kwargs
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:
@@ -367,13 +375,31 @@ def _embeddings_with_gradient(model: Any) -> Iterator[None]:
     if embedding is None:
         yield
         return
-    handle = embedding.register_forward_hook(
-        lambda _, __, output: output.requires_grad_() if torch.is_grad_enabled() else output
-    )
+    handle = embedding.register_forward_hook(lambda _, __, output: _with_gradient(output))
     try:
         yield
     finally:
         handle.remove()
+
+
+@contextlib.contextmanager
+def _entered_with_gradient(model: torch.nn.Module) -> Iterator[None]:
+    """Let gradients flow through all blocks of layers, whatever is frozen ahead of them.
+
+    A block that is recomputed is run again for the gradient of its input alone: without one its weights get none
+    either, and its routers count no tokens. Where nothing of a block is trained it had none in training.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            is_block = hasattr(module, "set_input_tensor") and hasattr(module, "layers")
+            if is_block and any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
+                stack.enter_context(_input_changed(module, _with_gradient))
+        yield
+
+
+def _with_gradient(hidden: Any) -> Any:
+    """Hidden states, if any come from the embedding; an evaluation needs no gradient."""
+    return hidden if hidden is None or not torch.is_grad_enabled() else hidden.requires_grad_()
 
 
 def _beginning(hidden: torch.Tensor) -> torch.Tensor:

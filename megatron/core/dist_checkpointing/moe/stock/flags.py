@@ -301,5 +301,11 @@ _REPEATING: tuple[_Rule, ...] = (
         "Transformer Engine counts backward passes of layers, of which a replay skips some; use"
         " --fine-grained-activation-offloading, or full or pec",
     ),
+    (
+        "tp_comm_overlap",
+        bool,
+        "Transformer Engine reduces gradients of inputs within products that frozen weights leave out; leave it out, or"
+        " use full or pec",
+    ),
     ("qk_clip", bool, "weights change outside of the optimizer's step; leave it out, or use full with weights of fp32"),
 )
