@@ -148,6 +148,49 @@ def test_of_a_copy_that_one_rank_could_not_write_the_others_leave_nothing_in_sto
     assert not [segment for segment in job.disk.segments.values() if segment.manifest]
 
 
+def stored(job: SimulatedJob) -> dict[int, set[int]]:
+    """By iteration the ranks whose part lies in storage."""
+    found: dict[int, set[int]] = {}
+    for segment in job.disk.segments.values():
+        if segment.snapshot and segment.manifest:
+            found.setdefault(segment.snapshot.iteration, set()).add(segment.snapshot.rank)
+    return found
+
+
+def test_of_a_copy_that_a_fault_interrupted_nothing_is_left_once_a_newer_one_is_written() -> None:
+    def is_half_written(rank: int, _: Event) -> bool:
+        job = simulation.job
+        return job is not None and not job.starts and bool(stored(job)) and rank not in stored(job)[8]
+
+    simulation = Simulation(replace(DURABLE, persist_interval=8), iterations=20)
+    _, job, starts = simulation.run(6, should_crash=is_half_written)
+    assert len(starts) == 2
+    (target,) = {outcome.plan.target for _, outcome in simulation.told.outcomes}
+    assert target >= 8, "or the copy is written again"
+    assert 8 not in stored(job) and set(range(RANKS)) in stored(job).values()
+
+
+def test_what_one_rank_cannot_list_is_not_taken_for_half_written_by_the_others() -> None:
+    asked: list[str] = []
+
+    def fails(rank: int, persistent: bool, _: int, name: str) -> bool:
+        job = simulation.job
+        if rank != 1 or not persistent or not name.startswith("list") or job is None or not job.starts:
+            return False
+        asked.append(name)
+        return len(asked) == 1  # as kept pieces are listed; all there is to restore was found by then
+
+    simulation = Simulation(replace(DURABLE, persist_interval=8), iterations=20, store_fails=fails)
+
+    def has_persisted(rank: int, _: Event) -> bool:
+        job = simulation.job
+        return rank == 1 and job is not None and not job.starts and stored(job) == {8: set(range(RANKS))}
+
+    _, job, starts = simulation.run(6, should_crash=has_persisted)
+    assert len(starts) == 2 and asked
+    assert stored(job)[8] == set(range(RANKS)) and len(stored(job)) > 1
+
+
 def test_reports_say_why_there_is_less_protection_than_asked_for() -> None:
     told: list[ProtectionReport] = []
 

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.moe.snapshot.copy_engines import CopyJob, 
 from megatron.core.dist_checkpointing.moe.snapshot.page_locks import PageLocks
 from megatron.core.dist_checkpointing.moe.snapshot.stream_engine import StreamEngine
 from megatron.core.dist_checkpointing.moe.storage.memory import MemoryStore
+from megatron.core.dist_checkpointing.moe.storage.system import address_of
 
 WAIT_S = 60.0
 
@@ -416,6 +417,17 @@ def test_a_refusal_to_page_lock_is_one_line_that_says_what_to_set_and_copies_con
     assert f"CUDA error {code}" in line and re.search(REFUSED[code], line)
     calls = device.taken()
     assert calls.count("register 100") == 1 and calls.count("1 bytes on copy") == 2
+
+
+def test_segments_that_come_after_a_refusal_are_locked_if_there_is_memory_again(
+    device: Device, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_locks, "_say_refused", lambda code, nbytes: None)
+    segments = [segment(100), segment(200)]
+    for device.register_code, one in zip((2, 0), segments, strict=True):
+        locks.begin([one])
+        locks.settle(WAIT_S)
+    assert [locks.reach(address_of(one)) for one in segments] == [0, 200]
 
 
 def test_segments_are_unlocked_at_the_end(device: Device, engine: StreamEngine, locks: PageLocks) -> None:

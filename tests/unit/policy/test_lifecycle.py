@@ -171,6 +171,30 @@ def losing_contact(rank: Rank) -> None:
         rank.tracker.lost_contact(iteration, TimeoutError("no message"))
 
 
+def test_what_a_fault_left_half_written_is_removed_once_there_are_newer_pieces_of_each_kind() -> None:
+    rank = Rank(job_of())
+    kinds = {2: {"window"}, 3: {"window", "expert"}, 99: {"window"}}
+    torn = {iteration: frozenset(of) for iteration, of in kinds.items()}
+    rank.tracker.resume(RestoredState(3, (), (), frozenset(), torn=torn))
+    rank.iteration, rank.tiers.storage = 3, set(torn)
+    run(rank)
+    assert rank.tiers.storage & torn.keys() == {3, 99}
+
+
+def test_what_was_half_written_and_is_written_again_stays_as_long_as_others() -> None:
+    rank = Rank(job_of())
+    torn = {iteration: frozenset({"window"}) for iteration in range(1, 20)}
+    rank.tracker.resume(RestoredState(3, (), (), frozenset(), torn=torn))
+    rank.iteration, rank.tiers.storage = 3, set(torn)
+    copies = 0
+    for _ in range(16):
+        rank.step(protected)
+        whole = [copy for copy in rank.tracker.persisted.values() if copy.state is PersistState.PERSISTENT]
+        assert {piece.plan.iteration for copy in whole for piece in copy.pieces} <= rank.tiers.storage
+        copies = max(copies, len(whole))
+    assert copies > 1
+
+
 def test_every_row_of_every_table_is_taken_by_the_tracker(taken: set[tuple[str, Enum, Enum]]) -> None:
     """A row that the product never comes to describes nothing, and is to be deleted."""
     job = job_of(replace(CONFIG, persist_keep=1))

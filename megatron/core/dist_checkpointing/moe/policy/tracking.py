@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..errors import MoECheckpointError, UsageError
 from ..types import CONSTANT, Level, OperatorId, Part, Piece, SnapshotPlan
@@ -221,6 +221,7 @@ class RestoredState:
         persisted: snapshots in storage, of all ranks, those of one window together, oldest first.
         spare: pieces in the memory of some ranks, by iteration and kind, to be kept until a newer window is protected.
         from_storage: whether any rank took any of the state from storage, so that no memory may have it.
+        torn: by iteration the kinds of pieces in storage that are not whole there, as a rank was lost while it wrote.
     """
 
     target: int
@@ -228,6 +229,7 @@ class RestoredState:
     persisted: tuple[tuple[SnapshotPlan, ...], ...]
     spare: frozenset[PieceName]
     from_storage: bool = False
+    torn: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def windows(self) -> dict[range, TrackedWindow]:
         """The windows in memory."""

@@ -44,6 +44,18 @@ class Findings:
     catalogue: Catalogue
 
 
+class CommonPieces(NamedTuple):
+    """What all ranks have that own a part of it, and what this rank has that others lack.
+
+    memory: Pieces that lie in memory; of windows only whole ones. persisted: The same in storage. torn: By iteration the
+    kinds of pieces of this rank in storage that are not whole there; none where any rank cannot tell.
+    """
+
+    memory: tuple[Piece, ...]
+    persisted: tuple[Piece, ...]
+    torn: Mapping[int, frozenset[str]]
+
+
 class LocalInventory:
     """The stores of one rank; `gather` and `common` are collectives over all ranks.
 
@@ -96,8 +108,8 @@ class LocalInventory:
         required = {rank: frozenset(self._identity.operators)}
         return Findings(judge, own, catalogue(exchanged(self._transport, sent, SentRows), required, nodes))
 
-    def common(self, timeline: Lineage, newest: int, order: OperatorOrder) -> dict[Tier, tuple[Piece, ...]]:
-        """By tier, the pieces of which every rank that owns a part has it; a collective.
+    def common(self, timeline: Lineage, newest: int, order: OperatorOrder) -> CommonPieces:
+        """The pieces of which every rank that owns a part has it; a collective.
 
         Of a window, all of its pieces or none: a part of one restores nothing.
 
@@ -105,9 +117,6 @@ class LocalInventory:
             timeline: In whose past they lie.
             newest: The last iteration that counts.
             order: The numbers of all operators.
-
-        Returns:
-            The pieces in memory and in storage; none of storage where any rank cannot tell.
 
         Raises:
             StoreFailure: On all ranks when one cannot list its memory.
@@ -122,7 +131,14 @@ class LocalInventory:
         rows = [row for row in found if not row.why and row.snapshot.iteration <= newest]
         rows = [row for row in rows if is_past(row.timeline, row.snapshot.iteration, timeline)]
         pieces = shared_pieces(self._transport, rows, failed, self._identity.operators, order)
-        return {tier: tuple(whole_windows(pieces.get(tier, ()))) for tier in (Tier.OWN_MEMORY, Tier.PERSISTENT)}
+        memory, persisted = (tuple(whole_windows(pieces.get(tier, ()))) for tier in (Tier.OWN_MEMORY, Tier.PERSISTENT))
+        torn = dict[int, frozenset[str]]()
+        for row in rows:
+            iteration, kind = row.snapshot.iteration, row.snapshot.kind
+            if row.tier is Tier.PERSISTENT and Tier.PERSISTENT in pieces and kind != CONSTANT:
+                torn[iteration] = torn.get(iteration, frozenset()) | {kind}
+        whole = {piece.plan.iteration for piece in persisted}
+        return CommonPieces(memory, persisted, {at: kinds for at, kinds in torn.items() if at not in whole})
 
     def rows(self) -> list[InventoryRow]:
         """All of this rank's memory, whoever owns it, and what it owns in storage. Raises StoreFailure."""
@@ -385,6 +401,8 @@ def shared_pieces(
 ) -> dict[Tier, list[Piece]]:
     """By tier the pieces that lie on all ranks, or on all that own a part of them, by iteration; a collective.
 
+    Without a tier of which any rank cannot tell.
+
     Args:
         transport: To all ranks.
         rows: Pieces that this rank has.
@@ -411,7 +429,7 @@ def shared_pieces(
         if share.holders < transport.world_size and key not in own:
             partial += [key] if any(unpacked(bits) & mine for bits in share.parts.values()) else []
     lacking = merged(transport, frozenset(partial), frozenset[_Key], or_)
-    found: dict[Tier, list[Piece]] = {}
+    found = {tier: list[Piece]() for tier in (Tier.OWN_MEMORY, Tier.PERSISTENT) if tier not in all_.failed}
     for key, share in shares.items():
         is_everywhere = share.holders == transport.world_size
         if not is_everywhere and (share.has_strategy or key in lacking):
@@ -420,5 +438,5 @@ def shared_pieces(
         # Only where owners are missing can operators be: of thousands a digest takes longer than all else here.
         if is_everywhere or plan.digest() == key.digest:
             piece = Piece(key.kind, plan, range(share.first, share.last + 1))
-            found.setdefault(key.tier, []).append(piece)
+            found[key.tier].append(piece)
     return found

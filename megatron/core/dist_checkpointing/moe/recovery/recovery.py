@@ -291,8 +291,8 @@ class Recovery:
         local.move_in([reader for reader in self._late if reader not in parked], used)
         self._late = []
         common = local.common(self._timeline, plan.target, self._job.order)
-        kept = leaving_room(common[Tier.OWN_MEMORY], self._strategy.places)
-        persisted = by_window(common[Tier.PERSISTENT])
+        kept = leaving_room(common.memory, self._strategy.places)
+        persisted = by_window(common.persisted)
         self._strategy.on_stored([stored for plans in persisted for stored in plans])
         names, spare = frozenset((piece.plan.iteration, piece.kind) for piece in kept), frozenset[tuple[int, str]]()
         from_storage = any(source.tier is Tier.PERSISTENT for source in plan.taken)
@@ -301,7 +301,7 @@ class Recovery:
             spare = frozenset(one for one in ended.memory if one[0] in used)
         local.collect_garbage(names | spare, self._owners)
         self._keep_standby(plan, _oldest(names | spare, plan.target), parked)
-        state = RestoredState(plan.target, kept, persisted, spare - names, from_storage)
+        state = RestoredState(plan.target, kept, persisted, spare - names, from_storage, common.torn)
         timeline = shortened(self.timeline, self._found.judge.left_of(self._timeline))
         return RecoveryOutcome(plan, timeline, state, self._table(plan, ended))
 

@@ -39,7 +39,7 @@ class PageLocks:
         self._locked: dict[int, int] = {}  # bytes by address
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         self._waiting: deque[tuple[memoryview, int]] = deque()  # pieces: a segment, and where in it
-        self._refused = False
+        self._refused = 0  # CUDA's error
         self._thread: threading.Thread | None = None
         self._end = weakref.finalize(self, _unlock_all, self._locked)
         self._end.atexit = False  # the process ends, and CUDA with it
@@ -61,6 +61,9 @@ class PageLocks:
                 pass
 
     def _lock_waiting(self) -> None:
+        with self._mutex:
+            if self._refused == _NO_MEMORY:  # which may have been short for a moment
+                self._refused = 0
         while self._lock_next():
             pass  # between two pieces this thread keeps no mapping alive
 
@@ -102,7 +105,7 @@ class PageLocks:
             cudart.cudaHostUnregister(address)
         code = int(cudart.cudaHostRegister(address, nbytes, 0))
         if code:
-            self._refused = True
+            self._refused = code
             _say_refused(code, nbytes)
             return
         self._locked[address] = nbytes

@@ -81,11 +81,12 @@ class SnapshotTracker:
         self._reconnect = False
         self._said_behind = False
         self._from_storage = False
+        self._torn: dict[int, frozenset[str]] = {}
 
     def resume(self, state: RestoredState) -> None:
         """Continue after a recovery; what lost its replicas with a node is replicated again, beside training."""
         self.windows, self.persisted = state.windows(), state.persisted_windows()
-        self._from_storage = state.from_storage
+        self._from_storage, self._torn = state.from_storage, dict(state.torn)
         if state.persisted and self.durable:
             self.newest_persisted = state.persisted[-1][-1].iteration
             self.durable = Protection(ProtectionState.DEGRADED, self.newest_persisted)
@@ -332,6 +333,7 @@ class SnapshotTracker:
             self.reasons.pop(Level.PERSIST, None)
             self.durable = self.durable.after(ProtectionEvent.COMMITTED, round_.plan.iteration)
             self._free_storage()
+            self._free_torn(copy.pieces)
         else:
             self.durable = self.durable.after(ProtectionEvent.ATTEMPT_FAILED, iteration)
             # Other ranks may have written their parts: room that the next copy needs, and no other copy names them.
@@ -353,6 +355,16 @@ class SnapshotTracker:
         for span in copies.keys() - kept:
             self._put_copy(span, copies[span].after(PersistEvent.SUPERSEDED))
         self._free_from_storage(freed)
+
+    def _free_torn(self, written: Sequence[Piece]) -> None:
+        """Remove from storage what a fault kept other ranks from writing, once newer pieces of each kind are there: no
+        state that is kept names it, so nothing else would."""
+        kinds, newest = {piece.kind for piece in written}, max(piece.plan.iteration for piece in written)
+        named = {piece.plan.iteration for copy in self.persisted.values() for piece in copy.pieces}
+        left = {at: lacking - kinds if at < newest else lacking for at, lacking in self._torn.items()}
+        self._torn = {at: lacking for at, lacking in left.items() if lacking and at not in named}
+        if freed := left.keys() - self._torn.keys() - named:
+            self._free_from_storage(freed)
 
     def _free_from_storage(self, iterations: Collection[int]) -> None:
         persister = self._persister
