@@ -258,13 +258,16 @@ class StandbyAgent(NodeAgent):
                 )
                 self._wanted = 0
         for process in list(self._standbys):
+            was_ready = process.is_ready
             process.hear()
+            if process.is_ready and not was_ready:
+                self._quick_deaths = 0
             if process.exit_code is not None:
                 self._standbys.remove(process)
                 self._note_death(process)
 
     def _note_death(self, process: SlotProcess) -> None:
-        self._quick_deaths = 0 if process.is_ready else self._quick_deaths + 1
+        self._quick_deaths += not process.is_ready
         log.warning("standby %d exited with code %s", process.pid, process.exit_code)
         if self._quick_deaths == QUICK_DEATHS:
             log.error("%d standbys exited before they were ready: standbys disabled", QUICK_DEATHS)

@@ -584,6 +584,26 @@ def test_a_rank_that_fails_is_charged_once_though_its_neighbour_leaves_first_and
         assert sum(line in one for one in caplog.messages) == is_charged, caplog.messages
 
 
+def test_standbys_are_given_up_for_those_that_die_in_a_row_not_for_some_within_weeks() -> None:
+    class Standby:
+        def __init__(self, *, dies: bool) -> None:
+            self.pid, self.is_ready, self.exit_code, self._dies = 7, False, None, dies
+
+        def hear(self) -> None:
+            if self._dies:
+                self.exit_code = 1
+            else:
+                self.is_ready = True
+
+    agent: Any = object.__new__(agents.StandbyAgent)
+    standbys: list[Standby] = []
+    vars(agent).update(_slots={}, _standbys=standbys, _wanted=2, _quick_deaths=0)
+    for dies, in_a_row in ((True, 1), (True, 2), (False, 0), (True, 1), (True, 2), (True, 3)):
+        standbys.append(Standby(dies=dies))  # beside one that waits since it was ready
+        methodcaller("_hear")(agent)
+        assert vars(agent)["_quick_deaths"] == in_a_row
+
+
 def test_a_node_that_has_waited_for_long_is_checked_again_before_its_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
