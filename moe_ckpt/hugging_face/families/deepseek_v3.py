@@ -22,9 +22,17 @@ MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
 
 def arguments(config: Config) -> dict[str, Any]:
     """Megatron's arguments for a model of Hugging Face. Raises UsageError for what its modules do not compute."""
-    for name, value in (("attention_bias", False), ("rope_interleave", True), ("norm_topk_prob", True)):
+    for name, value in (("attention_bias", False), ("rope_interleave", True)):
         config.require(name, value)
+    require_norm(config)
     return COMMON | latent_attention(config) | router_groups(config) | mixture(config)
+
+
+def require_norm(config: Config) -> None:
+    """Megatron divides the sigmoids of several experts by their sum, and leaves that of a single one. Raises UsageError
+    for another model."""
+    said = {"norm_topk_prob": config.get("norm_topk_prob", True)}
+    Config(said, config.place).require("norm_topk_prob", config.number("num_experts_per_tok") > 1)
 
 
 def mixture(config: Config) -> dict[str, Any]:
@@ -137,7 +145,7 @@ def mixture_config(saved: Mapping[str, Any], family: str) -> dict[str, Any]:
         "n_group": values["moe_router_num_groups"],
         "n_routed_experts": values["num_experts"],
         "n_shared_experts": values["moe_shared_expert_intermediate_size"] // width,
-        "norm_topk_prob": True,
+        "norm_topk_prob": values["moe_router_topk"] > 1,
         "num_attention_heads": values["num_attention_heads"],
         "num_experts_per_tok": values["moe_router_topk"],
         "num_hidden_layers": values["num_layers"],

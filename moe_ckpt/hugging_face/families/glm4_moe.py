@@ -9,7 +9,7 @@ from ..arguments import COMMON, resolved
 from ..config import Config
 from ..rotary import rotary, rotary_config
 from ..weights import Weight
-from .deepseek_v3 import mixture, mixture_config, mixture_weights, router_groups
+from .deepseek_v3 import mixture, mixture_config, mixture_weights, require_norm, router_groups
 from .layers import attention
 
 MODEL_TYPE, ARCHITECTURE = "glm4_moe", "Glm4MoeForCausalLM"
@@ -17,7 +17,7 @@ MODEL_TYPE, ARCHITECTURE = "glm4_moe", "Glm4MoeForCausalLM"
 
 def arguments(config: Config) -> dict[str, Any]:
     """Megatron's arguments for a model of Hugging Face. Raises UsageError for what its modules do not compute."""
-    config.require("norm_topk_prob", True)
+    require_norm(config)
     heads = config.number("num_attention_heads")
     rotated = config.rope().get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
     return COMMON | router_groups(config) | mixture(config) | {

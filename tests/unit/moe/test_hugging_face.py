@@ -329,6 +329,17 @@ def test_an_epsilon_that_transformers_does_not_norm_latents_with_is_refused_both
         written_config(arguments | {"norm_epsilon": 1e-5}, 30, "bfloat16")
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_the_sigmoid_of_a_single_expert_is_not_divided_by_itself(family: str) -> None:
+    """It would be 1 for all tokens; Megatron divides where there are several."""
+    for topk, normed in ((1, False), (2, True)):
+        config = config_of(family, num_experts_per_tok=topk, norm_topk_prob=normed)
+        arguments = read_model(Config(config, family)).arguments | {"max_position_embeddings": 64}
+        assert written_config(arguments, 30, "bfloat16")["norm_topk_prob"] is normed
+        with pytest.raises(UsageError, match=f"norm_topk_prob {not normed} cannot be converted"):
+            read_model(Config(config | {"norm_topk_prob": not normed}, family))
+
+
 def test_tokens_that_the_template_has_not_are_no_padding(tmp_path: Path) -> None:
     folder = folder_of("mixtral", tmp_path / "folder")
     convert("--from", "hf", folder, tmp_path / "in")

@@ -47,8 +47,8 @@ class Findings:
 class CommonPieces(NamedTuple):
     """What all ranks have that own a part of it, and what this rank has that others lack.
 
-    memory: Pieces that lie in memory; of windows only whole ones. persisted: The same in storage. torn: By iteration the
-    kinds of pieces of this rank in storage that are not whole there; none where any rank cannot tell.
+    memory: Pieces that lie in memory; of windows only whole ones. persisted: The same in storage. torn: By iteration
+    the kinds of pieces of this rank in storage that are not whole there; none where any rank cannot tell.
     """
 
     memory: tuple[Piece, ...]
