@@ -112,8 +112,10 @@ def test_core_starts_a_manager_for_results_of_a_save_only_where_other_processes_
     monkeypatch.setattr(training, "results_queue", lambda mp_mode: "a manager's that ends with this process")
     with results_in_process(lambda: is_async):
         results = getattr(filesystem_async, name)(mp_mode="fork")  # as where a worker for all saves starts
+        of_the_next_save = getattr(filesystem_async, name)(mp_mode="fork")
     assert (results == "a manager's that ends with this process") == is_async
     assert is_async or isinstance(results, queue.Queue)
+    assert (results is of_the_next_save) == is_async
     assert getattr(filesystem_async, name)() == "core's manager's"
 
 

@@ -217,6 +217,31 @@ def test_ranks_that_wait_for_a_slow_sum_ask_again_and_again_and_say_so(
             loading.require_intact(integrity.read(folder) or {})
 
 
+def test_where_nodes_have_copies_of_their_own_each_node_reads_all_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, single_process_group: None
+) -> None:
+    """The share of this rank among all ranks has nothing wrong in it: no other node reads this copy."""
+    seal(folder)
+    sums = integrity.read(folder) or {}
+    wrong, *_ = shares(sums, 2)[0]
+    wrong.write_bytes(b"x" * sums[wrong].nbytes)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+    monkeypatch.setattr(loading, "raise_on_all_ranks", lambda problem: pytest.fail(problem) if problem else None)
+    reduce = dist.all_reduce
+
+    def with_another_node(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if tensor.dtype is torch.int64 and tensor.numel() == 2:  # which sees another file there
+            tensor.copy_(torch.minimum(tensor, torch.tensor([7, -7])))
+        return reduce(tensor, *given, **named)
+
+    with cpu_device.installed():
+        loading.require_intact(sums)
+        monkeypatch.setattr(dist, "all_reduce", with_another_node)
+        with pytest.raises(pytest.fail.Exception, match="is damaged: its checksum is"):
+            loading.require_intact(sums)
+
+
 def test_readers_share_the_files_by_their_bytes() -> None:
     sums = {name: FileSum(nbytes, "0" * 32) for name, nbytes in (("a", 5), ("b", 4), ("c", 3), ("d", 2))}
     assert shares(sums, 2) == (("a", "d"), ("b", "c"))

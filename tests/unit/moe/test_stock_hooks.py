@@ -348,6 +348,7 @@ def test_what_the_loop_does_once_after_its_start_is_done_where_all_ranks_train_t
     ("flag", "ranks", "refused"),
     [
         ("context_parallel_size", 1, True),
+        ("use_tp_pp_dp_mapping", 1, True),
         ("pipeline_model_parallel_layout", 1, True),
         ("ddp_bucket_size", 2, True),
         ("overlap_grad_reduce", 2, True),

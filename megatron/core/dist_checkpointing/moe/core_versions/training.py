@@ -357,13 +357,15 @@ def results_in_process(is_async: Callable[[], bool]) -> Iterator[None]:
     Starting one imports torch again on every rank, at the first save after each start. One that is needed ends with
     this process.
 
+    Each save has a queue of its own, where core has one for all. When a rank is lost, or cannot write, the results of
+    the others stay in it: the next save would take them for its own, and its index would say where other bytes lie.
+
     Args:
         is_async: Whether other processes write, whose results come through that manager.
     """
-    results: queue.Queue[Any] = queue.Queue()
 
     def chosen(*given: Any, **named: Any) -> Any:
-        return results_queue(*given, **named) if is_async() else results
+        return results_queue(*given, **named) if is_async() else queue.Queue()
 
     with replaced(filesystem_async, **{_QUEUE: chosen}):
         yield

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from moe_ckpt.dense import integrity
@@ -46,12 +49,37 @@ def require_intact(sums: Mapping[Path, FileSum]) -> None:
 
     Raises RankFailure on every rank, which names the file, if any has changed.
     """
-    own = shares(sums, dist.get_world_size())[dist.get_rank()]
+    readers, at = _readers(sums)
+    own = shares(sums, readers)[at]
     with ThreadPoolExecutor(1, "integrity") as beside:
         summing = beside.submit(damaged, {path: sums[path] for path in own})
         await_everywhere(summing, f"reading {len(own)} files of {next(iter(sums), Path()).parent} for their checksums")
         found = summing.result()
     raise_on_all_ranks(f"{found[0]}; restore the file or take another iteration" if found else None)
+
+
+def _readers(sums: Mapping[Path, FileSum]) -> tuple[int, int]:
+    """Among how many ranks the files are shared out, and which of these this one is; a collective over all ranks.
+
+    All ranks, or where nodes have copies of their own the ranks of a node: what another one reads says nothing of it.
+    """
+    try:
+        found = min(sums).stat() if sums else None
+    except OSError:  # whoever reads it says so
+        found = None
+    # All but device and inode, which clients of shared storage may number. Copies were made at other times.
+    one = zlib.crc32(repr(found and integrity.identity(found)[2:]).encode())
+    least = torch.tensor([one, -one], dtype=torch.int64, device=torch.cuda.current_device())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    low, high = least.tolist()
+    if low == -high:
+        return dist.get_world_size(), dist.get_rank()
+    _warn(
+        "%s is not the same folder on all nodes: each node compares all of its files",
+        min(sums).parent if sums else "--load",
+    )
+    ranks, at = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "-1"))
+    return (ranks, at) if 0 <= at < ranks else (1, 0)  # started by who tells less: each rank reads all
 
 
 @dataclass(frozen=True)

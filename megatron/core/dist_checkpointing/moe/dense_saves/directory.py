@@ -112,6 +112,11 @@ class CheckpointDirectory:
         """Point the tracker at `iteration`. Raises OSError."""
         write_atomically(self.root / TRACKER, str(iteration).encode())
 
+    def require_writable_tracker(self) -> None:
+        """Raises OSError where nothing can be written to the tracker: the writer would find out when others wait."""
+        with suppress(FileNotFoundError):
+            os.close(os.open(self.root / TRACKER, os.O_WRONLY | os.O_NONBLOCK))
+
     def discard(self, iteration: int) -> None:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""
         shutil.rmtree(self.staging(iteration), ignore_errors=True)

@@ -143,6 +143,9 @@ class DenseSaves:
         except RankFailure as failure:
             self._give_up(begun, str(failure))
             return None
+        except BaseException:  # such as a lost rank: survivors save again
+            self._in_flight.discard(begun)
+            raise
         finally:
             self._begun = None
 
@@ -199,6 +202,7 @@ class DenseSaves:
         if dist.get_rank() == 0:
             try:
                 begun.directory.stage(begun.iteration, keep - {begun.iteration}, is_signed=is_keyed())
+                begun.directory.require_writable_tracker()
             except OSError as error:
                 problem = format_error(error)
         raise_on_all_ranks(problem)

@@ -222,10 +222,7 @@ def write_now(request: Any, around: Callable[[], AbstractContextManager[None]]) 
     """
     with around():
         problem = _problem(request._replace(finalize_fns=[]).execute_sync)
-    if not all_done(problem is None):
-        with contextlib.suppress(RankFailure):
-            finish(request.finalize_fns[0])  # takes out of core's queue what other ranks have put there
-        raise_on_all_ranks(problem)
+    raise_on_all_ranks(problem)
 
 
 def finish(step: Step) -> None:

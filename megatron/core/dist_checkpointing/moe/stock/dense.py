@@ -263,7 +263,13 @@ _FIXED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "context_parallel_size"),
+    *(
+        "use_tp_pp_dp_mapping",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "data_parallel_size",
+        "context_parallel_size",
+    ),
     *("use_precision_aware_optimizer", "bf16", "fp16", "main_params_dtype", "fp8_main_params", "exp_avg_dtype"),
     *("exp_avg_sq_dtype", "fp8", "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", "fp4_param_gather"),
 )
