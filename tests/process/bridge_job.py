@@ -76,6 +76,8 @@ def pretrain(config: Section, forward_step_func: Any, own: dict[str, Any], bridg
     iterator = samples(own, state.train_state.consumed_train_samples)
     first = next(iterator)
     bridge.train(forward_step_func, [model], optimizer, scheduler, itertools.chain([first], iterator), state, manager)
+    # Behind the last evaluations (`_finish_train`, pretrain.py:197).
+    manager.finalize_async_saves(state=state, blocking=True, terminate=True)
     print(f"rank {os.environ['RANK']} counted {bridge.counted(state)}", flush=True)
     torch.distributed.destroy_process_group()
 

@@ -114,6 +114,8 @@ def should_load_checkpoint(cfg: Any, manager: Any) -> bool:
 def resolve_checkpoint_iteration(load_dir: str | None, ckpt_step_override: int | None) -> tuple[int, bool]:
     """training/checkpointing.py:3308"""
     if ckpt_step_override is not None:
+        if not Path(load_dir or "", f"iter_{ckpt_step_override:07}").is_dir():
+            raise FileNotFoundError(f"ckpt_step={ckpt_step_override} specified but checkpoint directory does not exist")
         return ckpt_step_override, False
     tracker = None if load_dir is None else Path(load_dir, TRACKER)
     return (-1 if tracker is None or not tracker.exists() else int(torch.load(tracker)["step"])), False
@@ -152,7 +154,8 @@ def train(
         if cfg.checkpoint.save and state.train_state.step % cfg.checkpoint.save_interval == 0:  # 1419
             checkpoint_manager.save(CheckpointContext(state, model, optimizer, scheduler), None)  # 1331
         if cfg.train.exit_interval and state.train_state.step % cfg.train.exit_interval == 0:  # 1486
-            checkpoint_manager.finalize_async_saves(state=state, blocking=True, terminate=True)  # 782
+            for _ in (782, 798):
+                checkpoint_manager.finalize_async_saves(state=state, blocking=True, terminate=True)
             sys.exit(0)  # 805
     checkpoint_manager.finalize_async_saves(state=state, blocking=True, terminate=True)  # 782
 

@@ -8,6 +8,8 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,13 @@ FULL = MoECheckpointConfig(strategy="full")
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
+def resolved(load: str | None, step: int | None) -> tuple[int, bool]:
+    """As Bridge's: a folder with iterations 4 and 6."""
+    if step == 5:
+        raise FileNotFoundError("ckpt_step=5 specified but checkpoint directory does not exist")
+    return (-1 if load is None else 6 if step is None else step), False
+
+
 @pytest.fixture(autouse=True)
 def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adapter imports of Bridge."""
@@ -36,7 +45,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
         DefaultCheckpointManager=lambda config: SimpleNamespace(
             checkpointing_context={}, finalize_async_saves=lambda *_: None, save=lambda *_: None
         ),
-        _resolve_checkpoint_iteration=lambda load, step: (-1 if load is None else 6 if step is None else step, False),
+        _resolve_checkpoint_iteration=resolved,
     )
     vars(modules["megatron.bridge.training.setup"])["_should_load_checkpoint"] = lambda cfg, manager: bool(
         cfg.checkpoint.load or cfg.checkpoint.pretrained_checkpoint
@@ -78,6 +87,22 @@ class Recorder:
 
     def saved(self) -> None:
         self.calls.append("saved")
+
+    def after_step(self) -> None:
+        self.calls.append("after_step")
+        self.iteration += 1
+
+    def reported(self) -> None:
+        self.calls.append("reported")
+
+    def rejoin(self) -> None:
+        self.calls.append("rejoin")
+
+    def passes_begin(self) -> None:
+        self.calls.append("passes_begin")
+
+    def finish(self, *, keep_memory: bool) -> None:
+        self.calls.append(f"finish {keep_memory}")
 
     def lost_before(self, lost_tokens: Any) -> None:
         assert lost_tokens is None
@@ -125,6 +150,72 @@ def test_torchs_watchdog_leaves_errors_alone_where_pretrain_is_protected_and_onl
     assert told == [None, "0"]
 
 
+def trains(config: Any, iterations: int) -> None:
+    """As Bridge does, whose `train` finishes saves at the head of each iteration and twice at the end."""
+    loading = context(config)
+    manager = bridge.BridgeCheckpointManager(config.checkpoint)
+    manager.load(loading)
+    made[-1].calls.clear()
+    for loading.state.train_state.step in range(iterations):
+        manager.finalize_async_saves(loading.state)
+    loading.state.train_state.step = iterations
+    for _ in range(2):
+        made[-1].calls.append("train ends")
+        manager.finalize_async_saves(loading.state, blocking=True, terminate=True)
+
+
+def test_memory_is_given_back_behind_the_last_evaluations_and_passes_begin_at_the_head_of_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting: list[int] = []
+
+    @contextlib.contextmanager
+    def waiting_for_no_rank() -> Iterator[None]:
+        waiting.append(len(made[-1].calls))
+        yield
+
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    monkeypatch.setattr(bridge, "waiting_for_no_rank", waiting_for_no_rank)
+    bridge.protected(partial(trains, iterations=2), FULL)(configuration(train=Section(train_iters=2)))
+    passes, counted = ["rejoin", "passes_begin"], ["after_step", "reported"]
+    assert made[-1].calls == [*passes, *counted, *passes, "train ends", *counted, "train ends", "finish False"]
+    assert waiting == [7, 10], "storage may take long to finish the last saves"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_job_that_leaves_before_its_last_iteration_is_told_from_one_that_has_trained(
+    left: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def pretrain(config: Any) -> None:
+        trains(config, 2)
+        sys.exit(code)
+
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    monkeypatch.setattr(bridge, "leave_early", lambda: told.append("early"))
+    with pytest.raises(SystemExit):
+        bridge.protected(pretrain, FULL)(configuration(train=Section(train_iters=2 + left)))
+    assert told == ["early"] * bool(left and not code)
+
+
+def test_an_error_is_told_to_others_before_bridge_aborts_its_process_groups() -> None:
+    told: list[Exception] = []
+
+    def train(checkpoint_manager: Any) -> None:
+        fails()
+
+    def left_with(error: Exception) -> tuple[Exception, None]:
+        told.append(error)
+        return error, None
+
+    survivors = BridgeSurvivors(1.0)  # of a job whose ranks cannot stay
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        methodcaller("_train", train, SimpleNamespace(left_with=left_with))(survivors)
+    assert told == [raised.value]
+
+
 def test_each_call_of_pretrain_keeps_what_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[BridgeSurvivors] = []
     monkeypatch.setattr(BridgeSurvivors, "building", lambda self, cfg: contextlib.nullcontext(kept.append(self)))
@@ -145,6 +236,7 @@ SAVES = LOADS | {"load": "there", "save": "there/", "save_optim": True, "save_rn
         (LOADS, (False, -1, False, False, False)),
         (LOADS | {"load": "there"}, (True, 6, False, False, False)),
         (LOADS | {"load": "there", "ckpt_step": 4}, (True, 4, True, False, False)),
+        (LOADS | {"load": "there", "ckpt_step": 5}, (True, -1, True, False, False)),  # which retention has removed
         (LOADS | {"load": "there", "finetune": True}, (True, 6, True, True, False)),
         (LOADS | {"load": "there", "load_optim": False}, (True, 6, False, True, False)),
         (LOADS | {"load": "there", "load_rng": False}, (True, 6, False, False, False)),

@@ -17,7 +17,9 @@ becomes of it (lines of its `training/train.py` and `training/setup.py`):
                                                        the first one, and the iteration before this one is protected
                1331   save                             Bridge's own dense checkpoint
                782    finalize_async_saves(terminate)  at the end, also before it leaves early: the last iteration is
-                                                       protected, and protection ends
+                                                       protected
+               798    finalize_async_saves(terminate)  once more, before it leaves early, or behind the last evaluations
+                                                       (`_finish_train`, 1533): protection ends
 
 An iteration is protected at the head of the next one, and not in the callback `on_train_step_end`: there Bridge has not
 counted its samples and operations yet, nor evaluated or saved. What is restored has all of that behind it.
@@ -44,7 +46,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from . import features
 from .bridge_survivors import BridgeSurvivors
 from .config import MoECheckpointConfig, add_flags, from_namespace
-from .core_versions.training import is_in_doubt
+from .core_versions.training import ending_with_their_trainer, is_in_doubt, results_in_process
 from .dense_saves.saving import is_doubtful, mark_doubtful
 from .dense_saves.writing import on_rank_zero
 from .errors import UsageError
@@ -55,10 +57,10 @@ from .megatron_state.optimizer_state import loading_step_counts
 from .megatron_state.trainer_state import MODEL, random_states, restore_random
 from .ports import Json
 from .runtime.opening import one_spelling
-from .runtime.peer_links import set_for_parking
+from .runtime.peer_links import is_lost_peer, set_for_parking
 from .runtime.session import NOTHING, Loadable
 from .runtime.watcher import waiting_for_no_rank
-from .standby.verdict import permanent_errors_end_the_job
+from .standby.verdict import leave_early, permanent_errors_end_the_job
 
 SETTINGS = "MOE_CKPT_FLAGS"
 """Environment variable with `--moe-ckpt-*` flags, for launch scripts whose text is not to be changed."""
@@ -111,8 +113,14 @@ def protected[**Given, Returned](
         set_for_parking(config.dist.distributed_backend or "nccl")
         current.model = shaping(config)
         refuse_another_model(current.settings, partial(_changed, given=current.model))
-        with current.current(), current.survivors.building(config):
-            return pretrain(*given, **named)
+        queues = results_in_process(lambda: _is_on(config.checkpoint, "async_save"))
+        with ending_with_their_trainer(), queues, current.current(), current.survivors.building(config):
+            try:
+                return pretrain(*given, **named)
+            except SystemExit as ending:
+                if not ending.code and current.is_early:
+                    leave_early()
+                raise
 
     return protected_pretrain
 
@@ -130,7 +138,7 @@ class BridgeCheckpointManager:
         self._dense = _bridge("checkpointing").DefaultCheckpointManager(checkpoint_config)
         self._manager: MoECheckpointManager | None = None
         self._random: Mapping[str, memoryview] | None = None
-        self._iterations = 0
+        self._iterations, self._has_trained = 0, False
         self._finetunes: bool | None = None
         self._loaded_with: Any = None
 
@@ -162,6 +170,7 @@ class BridgeCheckpointManager:
     def _bring_back(self, ctx: Any) -> None:
         state, cfg = ctx.state, ctx.state.cfg
         self._iterations, self._random, loaded = cfg.train.train_iters, None, False
+        self._has_trained = _is_on(cfg.validation, "skip_train")
         manager = MoECheckpointManager(
             ctx.model,
             ctx.optimizer,
@@ -217,7 +226,8 @@ class BridgeCheckpointManager:
             blocking: Whether Bridge waits for its saves.
             terminate: Whether training ends, and protection with it.
         """
-        self._dense.finalize_async_saves(state, blocking, terminate)
+        with waiting_for_no_rank() if blocking else contextlib.nullcontext():  # for as long as storage takes
+            self._dense.finalize_async_saves(state, blocking, terminate)
         manager = self._manager
         if manager is None:
             raise UsageError(
@@ -230,10 +240,14 @@ class BridgeCheckpointManager:
         if state.train_state.step > manager.iteration:
             manager.after_step()
             manager.reported()
-        if terminate:
-            manager.finish(keep_memory=manager.iteration < self._iterations)
-        else:
+        if not terminate:
             manager.rejoin()
+            manager.passes_begin()
+        elif self._has_trained:
+            self._run.is_early = manager.iteration < self._iterations
+            manager.finish(keep_memory=self._run.is_early)
+        # It is called so twice: by `train`, and where evaluations behind it have ended as well, or the process ends.
+        self._has_trained = terminate
 
 
 def refusals(cfg: Any, ctx: Any = None) -> Iterator[str]:
@@ -335,6 +349,7 @@ class _Run:
         self.settings, self._running = settings, contextlib.ExitStack()
         self.survivors = BridgeSurvivors(settings.timeout_s)
         self.model: Mapping[str, Json] = {}  # unknown without `protected`
+        self.is_early = False  # whether training has ended before its last iteration
         self._owns_errors = False
 
     @contextlib.contextmanager
@@ -342,6 +357,7 @@ class _Run:
         """A block around the call of `pretrain`: managers made in it belong to this run."""
         token, self._owns_errors = _CURRENT.set(self), True
         self.survivors = BridgeSurvivors(self.settings.timeout_s)  # of this call: what an earlier one has kept is gone
+        self.is_early = False
         try:
             with self._running:
                 yield
@@ -414,12 +430,18 @@ def _parsed(words: list[str], where: str) -> MoECheckpointConfig:
 def _newest_dense(cfg: Any, dense: Any) -> Loadable | None:
     """What Bridge itself would load, of iteration -1 if it could not; None if nothing.
 
-    Raises FileNotFoundError where Bridge does: a checkpoint to begin from is required, and there is none.
+    Where Bridge raises, as for a checkpoint that is required and not there, it does so again when it is to load: a job
+    may have gone on from there since, and retention may have removed it.
     """
-    if not _bridge("setup")._should_load_checkpoint(cfg, dense):
-        return None
     checkpoint = cfg.checkpoint
-    iteration, _ = _bridge("checkpointing")._resolve_checkpoint_iteration(checkpoint.load, checkpoint.ckpt_step)
+    try:
+        if not _bridge("setup")._should_load_checkpoint(cfg, dense):
+            return None
+        iteration, _ = _bridge("checkpointing")._resolve_checkpoint_iteration(checkpoint.load, checkpoint.ckpt_step)
+    except (FileNotFoundError, RuntimeError) as error:
+        if is_lost_peer(error):
+            raise
+        return Loadable(asked_for=True)
     # Below -1: `load` is the folder of one iteration. At -1 only pretrained weights are there.
     asked_for = iteration < -1 or checkpoint.ckpt_step is not None or bool(checkpoint.finetune)
     found = Loadable(asked_for=asked_for, in_part=bool(checkpoint.finetune or not checkpoint.load_optim))

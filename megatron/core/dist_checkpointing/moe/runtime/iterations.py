@@ -167,6 +167,14 @@ class Iterations:
         # Only here: where the passes raised, gradients may be reduced in part.
         self._session.reduced()
 
+    def passes_begin(self) -> None:
+        """For a loop of which nothing is called around its passes: they come now, and who stands in them for too long
+        hangs."""
+        if self._is_active:
+            self._ready()
+            self._follow(LoopCall.FORWARD_BACKWARD, self._trainer.iteration + 1)
+            self._reached(Phase.START)
+
     def step_done(self) -> None:
         """The scheduler has stepped and the loop has counted: the state after the iteration is complete.
 
