@@ -309,7 +309,9 @@ def test_modules_forget_what_passes_that_were_interrupted_left_for_later() -> No
     fused, flexible, routed = (torch.nn.Module() for _ in range(3))
     vars(fused).update(_fused_ops=("with a queue of their own",), _fused_grouped_swiglu_ops=("too",))
     manager = SimpleNamespace(handle="of it", num_permuted_tokens=3, over_budget=torch.ones(1, dtype=torch.bool))
-    flexible.token_dispatcher = SimpleNamespace(_comm_manager=manager)  # type: ignore[assignment]
+    manager.moe_expert_rank_capacity_factor = None  # as while core runs passes again that found no room
+    settings = SimpleNamespace(moe_expert_rank_capacity_factor=1.5)
+    flexible.token_dispatcher = SimpleNamespace(_comm_manager=manager, config=settings)  # type: ignore[assignment]
     routed.cudagraph_tensor_store = MoECudaGraphTensorStore()  # type: ignore[assignment]
     routed.cudagraph_tensor_store.set(probs=torch.ones(1))
     chunk = torch.nn.Sequential(delayed, head, attention, shared, other, fused, flexible, routed)
@@ -324,6 +326,7 @@ def test_modules_forget_what_passes_that_were_interrupted_left_for_later() -> No
         "_fused_grouped_swiglu_ops": None,
     }
     assert (manager.handle, manager.num_permuted_tokens, bool(manager.over_budget)) == (None, None, False)
+    assert manager.moe_expert_rank_capacity_factor == 1.5
     assert not hasattr(manager, "_original_num_tokens") and routed.cudagraph_tensor_store.is_empty()
 
 

@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Iterator
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from megatron.core.dist_checkpointing.moe import bridge_survivors
+from megatron.core.dist_checkpointing.moe.errors import PeerLost
 from megatron.core.dist_checkpointing.moe.in_place import process_restart
 from megatron.core.dist_checkpointing.moe.stock import survivors
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
@@ -29,6 +33,7 @@ from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, KeptG
         ("moe_routing_trace_path", "traces"),
         ("run_workload_inspector_server", True),
         ("ckpt_assume_constant_structure", True),
+        ("full_validation", True),
         ("save_activations_interval", 10),
         ("save_dgrads_interval", 10),
         ("save_tokens_per_expert_interval", 10),
@@ -39,6 +44,30 @@ from megatron.core.dist_checkpointing.moe.stock.survivors import KeptData, KeptG
 def test_a_flag_with_which_a_process_cannot_stay_is_named(flag: str, value: object) -> None:
     args = argparse.Namespace(**{"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2} | {flag: value})
     assert f"--{flag.replace('_', '-')}" in str(why_not(args, "0.19.2"))
+
+
+def test_gradient_buffers_that_nccl_has_registered_are_named_by_their_flag_in_both_loops() -> None:
+    assert "--use-nccl-ub: " in str(why_not(argparse.Namespace(nccl_ub=True), "0.19.2"))
+    bridges = SimpleNamespace(ddp=SimpleNamespace(nccl_ub=True), model=SimpleNamespace())
+    assert "ddp.nccl_ub: " in str(bridge_survivors.why_not(bridges))
+
+
+def test_what_a_process_of_one_loop_cannot_keep_one_of_the_other_cannot_either() -> None:
+    """Of settings that both have, by the name of Megatron-LM's flag."""
+    names = {name for name, _, _ in vars(survivors)["_RULES"]}
+    bridges = {name: section for section, name, _ in vars(bridge_survivors)["_RULES"]}
+    shared = {
+        "async_save",
+        "ckpt_assume_constant_structure",
+        "enable_ft_package",
+        "lazy_mpu_init",
+        "log_straggler",
+        "nccl_ub",
+    }
+    assert shared <= names and shared <= bridges.keys()
+    for name in shared:
+        there = SimpleNamespace(**{bridges[name]: SimpleNamespace(**{name: True}), "model": SimpleNamespace()})
+        assert str(bridge_survivors.why_not(there)).startswith(f"{bridges[name]}.{name}: ")
 
 
 def test_a_process_stays_with_other_flags() -> None:
@@ -120,6 +149,53 @@ def test_a_process_that_stays_loads_as_its_flags_said(monkeypatch: pytest.Monkey
     args.finetune = True
     kept.as_before_training()
     assert args.finetune is False
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a model, as it is when `train` is entered for the first time."""
+    made = SimpleNamespace(timers="of the loop", moe_paged_stash=True)
+    monkeypatch.setattr(survivors, "get_model_config", lambda _: made)
+    monkeypatch.setattr(bridge_survivors, "get_model_config", lambda _: made)
+    monkeypatch.setattr(survivors.rerun, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    return made
+
+
+def test_what_a_fault_keeps_train_from_putting_back_is_put_back(config: Any) -> None:
+    """Evaluations take the timers away, and passes that run again the paged stash; then ranks would differ."""
+    args = argparse.Namespace(finetune=False, rerun_mode="disabled")
+    packed = {"_seqlen_stats_active": True, "_seqlen_stats_in_iteration": torch.ones(2)}
+    loop = SimpleNamespace(get_args=lambda: args, get_timers=lambda: SimpleNamespace(_timers={}), **packed)
+    kept = KeptGlobals(loop, [object()])
+    config.timers, config.moe_paged_stash = None, False
+    kept.as_before_training()
+    assert (config.timers, config.moe_paged_stash) == ("of the loop", True)
+    assert packed["_seqlen_stats_in_iteration"].tolist() == [0, 0]  # type: ignore[attr-defined]
+
+
+def test_the_loop_of_bridge_puts_it_back_too(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+
+    class Kept(SimpleNamespace):
+        has_left = False
+
+        def stay(self, *_: object) -> None:
+            self.has_left = True
+
+    def train(model: Any, optimizer: Any, global_state: Any, checkpoint_manager: Any) -> None:
+        found.append((config.timers, config.moe_paged_stash))
+        if len(found) == 1:
+            config.timers, config.moe_paged_stash = None, False
+            raise PeerLost("in an evaluation")
+
+    monkeypatch.setattr(bridge_survivors, "InProcessRestart", lambda *_: Kept())
+    monkeypatch.setattr(bridge_survivors, "_as_before_training", lambda *_: None)
+    stays = bridge_survivors.BridgeSurvivors(1.0)
+    vars(stays).update(_connect=print, _connect_again=lambda *_: None)
+    manager = SimpleNamespace(left_with=lambda error: (error, None), load_again=lambda: None)
+    state = SimpleNamespace(train_state=SimpleNamespace(do_train=1, do_valid=1, do_test=0))
+    methodcaller("_train", train, [object()], None, state, manager)(stays)
+    assert found == [("of the loop", True)] * 2
 
 
 def test_nobody_watches_a_process_that_waits_for_its_launcher_since_its_connections_came_to_nothing(

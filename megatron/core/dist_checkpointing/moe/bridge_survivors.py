@@ -30,6 +30,7 @@ from .in_place.process_restart import (
     become,
     needs_fresh_process,
     prepare_chunks,
+    settings_of,
     survivors_facts,
 )
 
@@ -39,9 +40,14 @@ _DATA = "setup_data_iterators"
 _FACTS = "do_train", "do_valid", "do_test"
 """What ranks agree on in `train_state` when data are built."""
 
+_SET_BY_TRAIN = "param_sync_func", "timers", "moe_paged_stash"
+"""What `train` changes of the model's configuration, where a fault may keep it from putting that back."""
+
 _TWICE = "cannot be set up twice in a process"
 _RULES = (
     ("checkpoint", "async_save", "its queue of checkpoints holds process groups of the lost connections"),
+    ("checkpoint", "ckpt_assume_constant_structure", "its plan of saving would be known to those alone that stay"),
+    ("ddp", "nccl_ub", "its registered gradient buffers are bound to the lost connections"),
     ("ft", "enable_ft_package", "its monitor takes a rank that waits for a hung one"),
     ("straggler", "log_straggler", f"its detector {_TWICE}"),
     ("nvrx_straggler", "enabled", f"its detector {_TWICE}"),
@@ -131,16 +137,23 @@ class BridgeSurvivors(LoopSurvivor):
         self._build.close()
         call = inspect.signature(train).bind(*given, **named).arguments
         if self._connect is None:
-            return train(*given, **named)
+            try:
+                return train(*given, **named)
+            except Exception as error:
+                # First of all: Bridge aborts its process groups, which may take as long as their timeout.
+                found, _ = call["checkpoint_manager"].left_with(error)
+                if found is error:
+                    raise
+                raise found from error
         model, state, manager = call["model"], call["global_state"], call["checkpoint_manager"]
         self._kept = kept = InProcessRestart(model, call["optimizer"])
         config = get_model_config(model[0])
-        sync = config.param_sync_func
+        before = settings_of(config, _SET_BY_TRAIN)
         while True:
             try:
                 if kept.has_left:
                     self._connect_again(self._timeout_s, _facts(state))
-                    config.param_sync_func = sync
+                    vars(config).update(before)
                     _as_before_training(model, state)
                     manager.load_again()
                     self._renew_data(state)

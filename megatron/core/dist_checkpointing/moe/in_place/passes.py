@@ -44,6 +44,7 @@ def as_in_new_process(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
 
 _FUSED = {"_fused_ops", "_fused_impl", "_fused_grouped_swiglu_ops"}
 _DISPATCHED = {"handle", "num_permuted_tokens", "_original_num_tokens", "_padded_num_tokens"}
+_CAPACITY = "moe_expert_rank_capacity_factor"
 _OF_SHARED_EXPERTS = {"cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score"}
 
 
@@ -72,5 +73,7 @@ def _forget_passes(module: dict[str, Any]) -> None:
     # How many tokens a flexible dispatcher has to combine: from those of before the next ones would be cut.
     if (manager := getattr(module.get("token_dispatcher"), "_comm_manager", None)) is not None:
         vars(manager).update(dict.fromkeys(vars(manager).keys() & _DISPATCHED))
+        if hasattr(manager, _CAPACITY):  # core takes it away while it runs passes again
+            setattr(manager, _CAPACITY, getattr(module["token_dispatcher"].config, _CAPACITY))
         if getattr(manager, "over_budget", None) is not None:
             manager.over_budget.zero_()

@@ -25,7 +25,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -471,6 +471,16 @@ class LoopSurvivor:
     def _begin_building(self) -> None:
         if self._connect is not None:
             self._build.enter_context(built_beside_survivors(own_build()))
+
+
+def settings_of(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Settings that this release has, by name.
+
+    Args:
+        config: Of a model chunk.
+        names: Of settings.
+    """
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def prepare_chunks(chunks: Sequence[Any], timers: Any) -> None:

@@ -309,8 +309,10 @@ class DeferredSaves:
                 self._evaluate(self._train, iteration)
             self._state.evaluated = iteration
         # A job that leaves saves: by that the next start knows that it has left there, and is to go further.
-        ends = self._exit_is_due(iteration)
-        if not (ends or self._save_is_due(iteration)) or newest_iteration(self._args.save) >= iteration:
+        ends, newest = self._exit_is_due(iteration), newest_iteration(self._args.save)
+        # With --ckpt-step newer ones are of an earlier training.
+        is_there = newest == iteration or (newest > iteration and getattr(self._args, "ckpt_step", None) is None)
+        if is_there or not (ends or self._save_is_due(iteration)):
             return False
         self._save(self._train, iteration)
         return ends
@@ -376,15 +378,18 @@ class DeferredSaves:
         return bool(args.save) and (at_interval or self._state.batch_grows)
 
     def _save(self, train: Call, iteration: int) -> None:
-        self._loop.save_checkpoint_and_time(
-            iteration,
-            train["model"],
-            train["optimizer"],
-            train["opt_param_scheduler"],
-            self._state.operations,
-            train["checkpointing_context"],
-            train_data_iterator=train["train_data_iterator"],
-        )
+        # Its means are over the iterations that this process has trained: none yet.
+        logger = getattr(self._loop, "one_logger_utils", None)
+        with contextlib.nullcontext() if logger is None else replaced(logger, track_e2e_metrics=lambda: None):
+            self._loop.save_checkpoint_and_time(
+                iteration,
+                train["model"],
+                train["optimizer"],
+                train["opt_param_scheduler"],
+                self._state.operations,
+                train["checkpointing_context"],
+                train_data_iterator=train["train_data_iterator"],
+            )
 
 
 # What the stock loop leaves out while it runs iterations again.

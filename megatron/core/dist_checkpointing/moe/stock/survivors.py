@@ -28,6 +28,7 @@ from ..in_place.process_restart import (
     become,
     needs_fresh_process,
     prepare_chunks,
+    settings_of,
     survivors_facts,
 )
 from . import flags
@@ -51,11 +52,15 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_routing_trace_path", bool, f"its tracer {_TWICE}"),
     ("run_workload_inspector_server", bool, f"its server {_TWICE}"),
     ("ckpt_assume_constant_structure", bool, "its plan of saving would be known to those alone that stay"),
+    ("full_validation", bool, "the iterations that it has counted would make other datasets"),
+    ("nccl_ub", bool, f"its registered gradient buffers {_HELD}"),
     ("save_activations_interval", bool, f"its hooks {_TWICE}"),
     ("save_dgrads_interval", bool, f"its hooks {_TWICE}"),
     ("save_tokens_per_expert_interval", bool, f"its hooks {_TWICE}"),
     ("lazy_mpu_init", bool, "groups are then made by somebody else"),
 )
+
+_FLAGS = {"nccl_ub": "use_nccl_ub"}
 
 
 def why_not(args: Any, version: str, *, is_started_by_script: bool = False) -> str | None:
@@ -78,7 +83,7 @@ def why_not(args: Any, version: str, *, is_started_by_script: bool = False) -> s
         value = getattr(args, name, None)
         if value is not None and applies(value):
             shown = "" if value is True else f" {value}"
-            return f"--{name.replace('_', '-')}{shown}: {reason}"
+            return f"--{_FLAGS.get(name, name).replace('_', '-')}{shown}: {reason}"
     return needs_fresh_process(args)
 
 
@@ -88,7 +93,7 @@ def why_not(args: Any, version: str, *, is_started_by_script: bool = False) -> s
 
 _SET_BY_TRAIN = (
     *("grad_scale_func", "timers", "no_sync_func", "grad_sync_func", "param_sync_func"),
-    "finalize_model_grads_func",
+    *("finalize_model_grads_func", "moe_paged_stash"),
 )
 
 
@@ -101,16 +106,19 @@ class KeptGlobals:
     """
 
     def __init__(self, loop: Any, chunks: Any) -> None:
-        self._loop, self._chunks, self._config = loop, chunks, get_model_config(chunks[0])
-        self._before = {name: getattr(self._config, name) for name in _SET_BY_TRAIN if hasattr(self._config, name)}
+        self._loop, self._chunks = loop, chunks
+        configs = {id(config): config for config in map(get_model_config, chunks)}.values()
+        self._before = [(config, settings_of(config, _SET_BY_TRAIN)) for config in configs]
         self._finetune = loop.get_args().finetune
 
     def as_before_training(self) -> None:
         """Let `train` begin as it does in a process that was just built."""
-        for name, value in self._before.items():
-            setattr(self._config, name, value)
+        for config, before in self._before:
+            vars(config).update(before)
         # Core sets it where it has loaded a pretrained checkpoint, which a new process does not know.
         self._loop.get_args().finetune = self._finetune
+        if vars(self._loop).get("_seqlen_stats_active", False):  # of packed sequences that are read again
+            vars(self._loop)["_seqlen_stats_in_iteration"].zero_()
         prepare_chunks(self._chunks, self._loop.get_timers())
         self._renew_rerun_machine()
 
