@@ -31,6 +31,8 @@ WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 def resolved(load: str | None, step: int | None) -> tuple[int, bool]:
     """As Bridge's: a folder with iterations 4 and 6."""
+    if step == 7:
+        raise RuntimeError("[gloo] Connection closed by peer")
     if step == 5:
         raise FileNotFoundError("ckpt_step=5 specified but checkpoint directory does not exist")
     return (-1 if load is None else 6 if step is None else step), False
@@ -254,6 +256,16 @@ def test_what_bridge_would_load_is_offered(
     monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
     bridge.protected(loads, FULL)(config=configuration(checkpoint=Section(**checkpoint)), forward_step=lambda: None)
     assert made[-1].calls == [("resume", *asked)]
+
+
+def test_a_rank_that_is_lost_while_bridge_looks_for_its_checkpoint_is_no_checkpoint_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others look for more of it together."""
+    monkeypatch.setattr(bridge, "MoECheckpointManager", Recorder)
+    lost = configuration(checkpoint=Section(load="there", ckpt_step=7))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        bridge.protected(loads, FULL)(config=lost, forward_step=lambda: None)
 
 
 @pytest.mark.parametrize("doubts", [False, True])
