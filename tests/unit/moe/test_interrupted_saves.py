@@ -42,37 +42,43 @@ def state(elements: int) -> dict[str, ShardedTensor]:
     return {name: ShardedTensor.from_rank_offsets(name, value) for name, value in values.items()}
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_the_index_of_a_checkpoint_is_not_that_of_one_before_it_which_a_lost_rank_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def device(single_process_group: None) -> Iterator[None]:
+    """Of the CPU, and results of saves in this process, as in the stock loop."""
+    with cpu_device.installed(), results_in_process(lambda: False):
+        yield
+
+
+@pytest.fixture
+def struck(device: None, tmp_path: Path) -> DenseSaves:
+    """Saves of a process that has lost a rank in the one of iteration 3; the next one goes well."""
     around = [losing_a_rank, nullcontext]
     saves = DenseSaves(None, lambda: around.pop(0)())
-    with cpu_device.installed(), results_in_process(lambda: False):
-        with pytest.raises(PeerLost):
-            checkpoint(saves, tmp_path, 3, 4)
-        checkpoint(saves, tmp_path, 6, 64)
-        loaded = dist_checkpointing.load(state(64), str(CheckpointDirectory(tmp_path).folder(6)))
+    with pytest.raises(PeerLost):
+        checkpoint(saves, tmp_path, 3, 4)
+    return saves
+
+
+def test_the_index_of_a_checkpoint_is_not_that_of_one_before_it_which_a_lost_rank_ended(
+    struck: DenseSaves, tmp_path: Path
+) -> None:
+    checkpoint(struck, tmp_path, 6, 64)
+    loaded = dist_checkpointing.load(state(64), str(CheckpointDirectory(tmp_path).folder(6)))
     assert [loaded[name].tolist() for name in ("weight", "bias")] == [list(range(64)), list(range(1, 65))]
 
 
-@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.usefixtures("device")
 def test_where_the_tracker_cannot_be_written_training_continues_without_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").mkdir()  # whoever runs this may write to all files
     saves = DenseSaves(None)
-    with cpu_device.installed(), results_in_process(lambda: False):
-        checkpoint(saves, tmp_path, 3, 4)
+    checkpoint(saves, tmp_path, 3, 4)
     assert "checkpoint of iteration 3 was NOT saved" in caplog.text and "Is a directory" in caplog.text
     assert not saves.has(tmp_path, 3)
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_what_a_lost_rank_ended_is_removed_by_the_save_that_follows(tmp_path: Path) -> None:
-    around = [losing_a_rank, nullcontext]
-    saves = DenseSaves(None, lambda: around.pop(0)())
-    with cpu_device.installed(), results_in_process(lambda: False):
-        with pytest.raises(PeerLost):
-            checkpoint(saves, tmp_path, 3, 4)
-        assert CheckpointDirectory(tmp_path).staging(3).is_dir()
-        checkpoint(saves, tmp_path, 6, 4)
+def test_what_a_lost_rank_ended_is_removed_by_the_save_that_follows(struck: DenseSaves, tmp_path: Path) -> None:
+    assert CheckpointDirectory(tmp_path).staging(3).is_dir()
+    checkpoint(struck, tmp_path, 6, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000006"]
