@@ -51,7 +51,7 @@ def main(port: int, file: Path) -> None:
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # it is told again and again
+    signal.signal(number, signal.SIG_IGN)  # `job.sh` repeats it
     sys.exit()
 
 

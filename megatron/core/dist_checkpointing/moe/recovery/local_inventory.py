@@ -133,9 +133,9 @@ class LocalInventory:
         pieces = shared_pieces(self._transport, rows, failed, self._identity.operators, order)
         memory, persisted = (tuple(whole_windows(pieces.get(tier, ()))) for tier in (Tier.OWN_MEMORY, Tier.PERSISTENT))
         torn = dict[int, frozenset[str]]()
-        for row in rows:
+        for row in rows if Tier.PERSISTENT in pieces else ():
             iteration, kind = row.snapshot.iteration, row.snapshot.kind
-            if row.tier is Tier.PERSISTENT and Tier.PERSISTENT in pieces and kind != CONSTANT:
+            if row.tier is Tier.PERSISTENT and kind != CONSTANT:
                 torn[iteration] = torn.get(iteration, frozenset()) | {kind}
         whole = {piece.plan.iteration for piece in persisted}
         return CommonPieces(memory, persisted, {at: kinds for at, kinds in torn.items() if at not in whole})

@@ -257,7 +257,7 @@ def journaled_step(
             stack.enter_context(scales_kept(frozen))
             for group in _frozen_groups(chunks, frozen):  # what has not changed needs no gather
                 stack.enter_context(replaced(group, start_param_sync=_nothing))
-            # Zeros among the gradients are told of training alone; a rank with nothing to step has none to count.
+            # Only training logs zeros among gradients, and core cannot count those of a rank with nothing to step.
             stack.enter_context(replaced(optimizer, get_grad_norm=lambda: norm, count_zeros=lambda: None))
             if step.skipped:  # for the norm: a rank without active parameters would not compare it
                 stack.enter_context(replaced(optimizer, step_with_ready_grads=lambda: False))
