@@ -56,7 +56,8 @@ JUDGED: dict[str, Any] = {
         "moe_flex_dispatcher_backend", "moe_input_jitter_eps", "moe_paged_stash", "moe_router_force_biased",
         "moe_router_force_load_balancing", "moe_token_dispatcher_type", "mtp_num_layers",
         "overlap_moe_expert_parallel_comm", "pipeline_model_parallel_size", "qk_clip", "tensor_model_parallel_size",
-        "tp_comm_overlap", "use_grouped_gemm_for_shared_expert", "use_transformer_engine_op_fuser",
+        "tp_comm_bulk_wgrad", "tp_comm_overlap", "use_grouped_gemm_for_shared_expert",
+        "use_transformer_engine_op_fuser",
     }},
     # Of the optimizer.
     **{field.name: field.default for field in dataclasses.fields(OptimizerConfig) if field.name in {

@@ -141,7 +141,7 @@ def test_an_overflow_that_all_ranks_agree_on_is_refused_where_a_stage_may_replay
         flags.check(*given(strategy="sparse", **bounded), "0.19.2")
 
 
-@pytest.mark.parametrize("name", ["qk_clip", "cpu_offloading_num_layers", "tp_comm_overlap"])
+@pytest.mark.parametrize("name", ["qk_clip", "cpu_offloading_num_layers"])
 def test_what_cannot_be_frozen_is_refused_by_its_flag_where_iterations_run_again(name: str) -> None:
     assert flags.check(*given(**{name: True}), "0.19.2") == ""
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not go with --moe-ckpt-strategy sparse"):
@@ -162,6 +162,14 @@ def test_draws_that_frozen_operators_lack_are_refused_where_iterations_run_again
         assert flags.check(*given(strategy=strategy, **precision), "0.19.2") == ""
     with pytest.raises(UsageError, match="--fp4-format does not go with --moe-ckpt-strategy sparse: gradients are"):
         flags.check(*given(strategy="sparse", **precision), "0.19.2")
+
+
+def test_reductions_within_products_that_frozen_weights_leave_out_are_refused_where_iterations_run_again() -> None:
+    overlapped = {"tp_comm_overlap": True, "tp_comm_bulk_wgrad": True}
+    assert flags.check(*given(**overlapped), "0.19.2") == ""
+    assert flags.check(*given(strategy="sparse", **overlapped | {"tp_comm_bulk_wgrad": False}), "0.19.2") == ""
+    with pytest.raises(UsageError, match=r"--tp-comm-overlap does not go with .* sparse without --disable-tp-comm"):
+        flags.check(*given(strategy="sparse", **overlapped), "0.19.2")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])

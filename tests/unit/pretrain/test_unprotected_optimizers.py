@@ -201,7 +201,9 @@ def test_a_tower_with_a_configuration_of_its_own_may_draw_where_the_language_mod
 def test_products_in_which_transformer_engine_reduces_something_else_are_not_left_out() -> None:
     config = unwrap_model(built(judged(MODEL.split(), 1))[0]).config
     config.tp_comm_overlap = True
-    assert "tensor-parallel communication that Transformer Engine overlaps" in unfreezable_settings(config)
+    assert "gradients that Transformer Engine reduces within others" in unfreezable_settings(config)
+    config.tp_comm_bulk_wgrad = False
+    assert list(unfreezable_settings(config)) == []
 
 
 def test_scales_of_operations_that_transformer_engine_fuses_are_refused_and_so_are_frozen_ones() -> None:

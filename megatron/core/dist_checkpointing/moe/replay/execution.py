@@ -167,7 +167,7 @@ def unfreezable_settings(config: Any) -> Iterator[str]:
         "layers whose activations Transformer Engine offloads": config.cpu_offloading,
         "weight gradients of the head computed later": config.defer_embedding_wgrad_compute,
         # It reduces gradients of inputs while those of weights are multiplied, which frozen weights leave out.
-        "tensor-parallel communication that Transformer Engine overlaps": config.tp_comm_overlap,
+        "gradients that Transformer Engine reduces within others": config.tp_comm_overlap and config.tp_comm_bulk_wgrad,
         # They are made once, and take all weights of a layer's experts for frozen or none.
         "operations that Transformer Engine fuses": getattr(config, "use_transformer_engine_op_fuser", False)
         or getattr(config, "use_grouped_gemm_for_shared_expert", False),

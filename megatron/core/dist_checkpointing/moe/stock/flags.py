@@ -188,6 +188,11 @@ def _unfit_replays(args: argparse.Namespace, unfit: str) -> Iterator[str]:
             f"--fp4-format {unfit}: gradients are rounded by random numbers, of which a frozen operator draws none; use"
             " full or pec"
         )
+    if getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", True):
+        yield (
+            f"--tp-comm-overlap {unfit} without --disable-tp-comm-bulk-wgrad: Transformer Engine reduces gradients of"
+            " inputs within products that frozen weights leave out"
+        )
     if not getattr(args, "eval_iters", 0):
         return
     changed = "and evaluations, which change what a replay starts from: use --eval-iters 0, or strategy full"
@@ -300,12 +305,6 @@ _REPEATING: tuple[_Rule, ...] = (
         bool,
         "Transformer Engine counts backward passes of layers, of which a replay skips some; use"
         " --fine-grained-activation-offloading, or full or pec",
-    ),
-    (
-        "tp_comm_overlap",
-        bool,
-        "Transformer Engine reduces gradients of inputs within products that frozen weights leave out; leave it out, or"
-        " use full or pec",
     ),
     ("qk_clip", bool, "weights change outside of the optimizer's step; leave it out, or use full with weights of fp32"),
 )
