@@ -190,6 +190,18 @@ def test_without_an_intact_checkpoint_the_job_ends_with_a_line_and_trains_nothin
     assert not (job.folder / "rank-0.jsonl").exists()
 
 
+@pytest.mark.ci
+def test_a_job_goes_back_once_and_on_from_there_at_its_next_start(new_job, saved: Path, resumed: Records) -> None:
+    job = new_job(ALONE)
+    back = (*FULL, "--load", saved, "--save", saved, "--save-interval", 10, "--ckpt-step", 2)
+    said = job.run(*back, "--exit-interval", 3).said
+    assert f"training goes back to iteration 2: 4 in {saved} are left" in said
+    said = job.run(*back).said
+    assert f"--ckpt-step 2 was followed by an earlier start, of job stock-{job.memory.name}" in said
+    assert job.ran(0) == [3, 4, 5, 6]
+    assert job.records() == resumed
+
+
 def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced(new_job, saved: Path) -> None:
     def refused() -> str:
         job = new_job(ALONE)

@@ -13,7 +13,7 @@ import pytest
 from stock_stand_in import one_rank
 
 from megatron.core.dist_checkpointing.moe.dense_saves.choosing import intact_checkpoint
-from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.extensions.partial_saves.loading import with_stale_experts
 from megatron.core.dist_checkpointing.moe.stock.dense import LOST, StockSaves, newest_checkpoint
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
@@ -111,6 +111,30 @@ def test_a_damaged_checkpoint_that_is_not_to_persist_gives_way_to_one_that_is(
     assert told(arguments(tmp_path, non_persistent_ckpt_type="global")) == expected
 
 
+def test_what_was_asked_for_is_loaded_though_one_that_is_not_to_persist_is_newer(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path / "non_persistent", 3)
+    assert told(arguments(tmp_path, ckpt_step=2, non_persistent_ckpt_type="global")) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("tracked", "flags", "is_refused"),
+    [("2", {}, False), ("4", {}, True), ("4", {"no_load_optim": True}, False), ("4", {"finetune": True}, False)],
+)
+def test_weights_of_one_iteration_are_not_loaded_with_the_distributed_optimizer_of_another(
+    tracked: str, flags: dict[str, Any], is_refused: bool, tmp_path: Path
+) -> None:
+    save(tmp_path, 2, 4)
+    (tmp_path / TRACKER).write_text(tracked)
+    (tmp_path / "iter_0000002" / NAME).unlink()
+    (tmp_path / "iter_0000002" / "mp_rank_00").mkdir()
+    given = {"ckpt_step": 2, "ckpt_format": "torch", "use_distributed_optimizer": True, "finetune": False}
+    args = arguments(tmp_path, **given | {"no_load_optim": None} | flags)
+    said = f"--ckpt-step 2: of checkpoints of format torch .* names, {tracked}; write 2 there"
+    with pytest.raises(UsageError, match=said) if is_refused else nullcontext():
+        assert told(args) == (2, None)
+
+
 def test_without_a_tracker_megatron_begins_again_as_ever(tmp_path: Path) -> None:
     save(tmp_path, 2)
     damage(tmp_path / "iter_0000002")
@@ -151,7 +175,8 @@ def test_one_that_a_killed_save_had_moved_out_of_its_way_is_loaded_again(tmp_pat
     (tmp_path / "iter_0000004").rename(tmp_path / ".iter_0000004.replaced")
     with pytest.raises(UnreadableCheckpoint) if asked else nullcontext():  # another job may be at work there
         assert told(arguments(tmp_path, ckpt_step=asked)) == (2, None)
-    assert told(arguments(tmp_path, ckpt_step=asked, save=str(tmp_path))) == (asked, None)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert told(arguments(tmp_path / "link", ckpt_step=asked, save=str(tmp_path))) == (asked, None)
 
 
 def test_one_whose_checksums_vanish_while_it_is_looked_at_is_not_loaded_unverified(
@@ -208,6 +233,14 @@ def test_a_checkpoint_with_stale_experts_or_without_what_flags_leave_out_lacks_w
     flags |= {name: value.format(folder=tmp_path) for name, value in flags.items() if name == "load"}
     told = newest_checkpoint(arguments(tmp_path, **{"save": str(tmp_path), **WHOLE, **flags}))
     assert (told.iteration, told.asked_for, told.lacks) == found
+
+
+@pytest.mark.parametrize(("step", "found"), [(2, 2), (3, -1)])
+def test_what_was_asked_for_is_what_loading_gives_whatever_the_tracker_names(
+    step: int, found: int, tmp_path: Path
+) -> None:
+    save(tmp_path, 2, 4)
+    assert newest_checkpoint(arguments(tmp_path, **WHOLE, ckpt_step=step)).iteration == found
 
 
 def test_tokens_that_stale_experts_lack_are_lost_with_those_of_faults(tmp_path: Path) -> None:

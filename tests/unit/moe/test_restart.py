@@ -59,6 +59,18 @@ def test_a_whole_checkpoint_beats_snapshots_of_the_same_iteration_that_lose_toke
     assert did == [began]
 
 
+@pytest.mark.parametrize(
+    ("target", "in_part", "began"), [(3, False, "loaded"), (3, True, "restored"), (4, False, "restored")]
+)
+def test_a_checkpoint_that_was_asked_for_is_passed_by_only_where_this_job_has_come_to_it(
+    target: int, in_part: bool, began: str
+) -> None:
+    own, did = restart(RecoveryPlan(target, Scope.GLOBAL, (), ()))
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    own.restore(trainer, request_of(asked_for=True, in_part=in_part))
+    assert did == [began]
+
+
 @pytest.mark.parametrize(("lost", "began"), [({}, "restored"), (LOST, "loaded")])
 def test_an_older_snapshot_without_loss_beats_a_checkpoint_with_stale_experts(
     lost: dict[OperatorId, int], began: str

@@ -103,3 +103,20 @@ def test_what_a_killed_save_had_moved_out_of_its_way_is_published_again(director
     directory.stage(9)
     assert (directory.folder(3) / "content").read_text() == "3"
     assert sorted(path.name for path in directory.root.iterdir()) == [".iter_0000009.saving", "iter_0000003", TRACKER]
+
+
+@pytest.mark.parametrize(
+    ("published", "text", "names"),
+    [((3, 6, 9), "", "6"), ((9,), "", None), ((3, 6), "3", "3"), ((3,), "release", "release"), ((), None, None)],
+)
+def test_a_tracker_that_a_killed_writer_left_empty_names_the_checkpoint_before_the_one_that_is_saved(
+    published: tuple[int, ...], text: str | None, names: str | None, directory: CheckpointDirectory
+) -> None:
+    tracker = directory.root / TRACKER
+    for iteration in published:
+        publish(directory, iteration)
+    tracker.unlink(missing_ok=True)
+    if text is not None:
+        tracker.write_text(text)
+    directory.require_writable_tracker(9)
+    assert (tracker.read_text() if tracker.exists() else None) == names

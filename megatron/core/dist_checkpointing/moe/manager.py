@@ -285,6 +285,11 @@ class MoECheckpointManager(Iterations):
     # What a loop may ask.
 
     @property
+    def job_id(self) -> str:
+        """The same at all starts of this job; empty without a strategy."""
+        return self._session.job_id
+
+    @property
     def iteration(self) -> int:
         """The iteration after which training stands."""
         return self._trainer.iteration

@@ -34,7 +34,7 @@ from moe_ckpt.dense.names import (
 )
 
 from ..core_versions.training import replaced
-from ..errors import StoreFailure, UnreadableCheckpoint, UsageError
+from ..errors import StoreFailure, UnreadableCheckpoint, UsageError, format_error
 from ..storage.manifest import is_keyed
 from .directory import CheckpointDirectory
 from .writing import RankFailure, await_everywhere, on_rank_zero, raise_on_all_ranks
@@ -99,8 +99,11 @@ class _LoadChoice:
         return self.root / self.name
 
     def track(self) -> None:
-        """Point the tracker at it. Raises OSError."""
-        CheckpointDirectory(self.root).track(_iteration(self.name))
+        """Point the tracker at it. Raises UsageError."""
+        try:
+            CheckpointDirectory(self.root).track(_iteration(self.name))
+        except OSError as error:
+            raise UsageError(f"--load {self.root}: {TRACKER} is empty; repair it ({format_error(error)})") from error
 
 
 @contextlib.contextmanager
@@ -203,7 +206,7 @@ def _chosen(candidates: list[_LoadChoice], args: Any, seen: _Seen) -> _LoadChoic
         if refused:
             _warn("loading %s in its place; refused %s", candidate.folder, "; ".join(refused))
         if candidate.is_tracker_lost:
-            on_rank_zero(candidate.track)
+            on_rank_zero(candidate.track, (UsageError,))
         return candidate
     if refused:
         raise UnreadableCheckpoint(
@@ -253,18 +256,32 @@ def _candidates(args: Any, load_arg: str) -> list[_LoadChoice]:
     """What Megatron-LM would load, and what may be taken in its place, best first. Raises UsageError."""
     root, asked = _root(args, load_arg), getattr(args, "ckpt_step", None)
     transient = _transient(args, root)
-    if root is not None and args.save is not None and root.absolute() == Path(args.save).absolute():
+    if root is not None and args.save is not None and root.resolve() == Path(args.save).resolve():
         with contextlib.suppress(OSError):  # then an older one is taken
             CheckpointDirectory(root).restore_replaced()
-    found: list[_LoadChoice] = []
+    without = {"non_persistent_ckpt_type": None}
     if asked:
-        found = [_LoadChoice(root, f"iter_{asked:07d}")] if root is not None else []
-    elif root is not None:
-        found = _tracked(CheckpointDirectory(root))
+        return [] if root is None else [_asked(_LoadChoice(root, f"iter_{asked:07d}", without), args)]
+    found = [] if root is None else _tracked(CheckpointDirectory(root))
     if transient is None or (found and _iteration(found[0].name) > _iteration(transient.name)):
         return found
-    without = {"non_persistent_ckpt_type": None}
     return [transient, *(_LoadChoice(each.root, each.name, {**each.settings, **without}) for each in found)]
+
+
+def _asked(choice: _LoadChoice, args: Any) -> _LoadChoice:
+    """Raises UsageError where Megatron-LM would load the optimizer of another iteration."""
+    tracked = _tracker(choice.root) or ""
+    if (
+        getattr(args, "use_distributed_optimizer", False)
+        and not (args.finetune or args.no_load_optim)
+        and any(choice.folder.glob("mp_rank_0*"))
+        and iteration_of(tracked) != args.ckpt_step
+    ):
+        raise UsageError(
+            f"--ckpt-step {args.ckpt_step}: of checkpoints of format torch Megatron-LM loads the distributed optimizer"
+            f" of the iteration that {choice.root / TRACKER} names, {tracked}; write {args.ckpt_step} there"
+        )
+    return choice
 
 
 def _tracked(directory: CheckpointDirectory) -> list[_LoadChoice]:

@@ -112,10 +112,18 @@ class CheckpointDirectory:
         """Point the tracker at `iteration`. Raises OSError."""
         write_atomically(self.root / TRACKER, str(iteration).encode())
 
-    def require_writable_tracker(self) -> None:
-        """Raises OSError where nothing can be written to the tracker: the writer would find out when others wait."""
+    def require_writable_tracker(self, iteration: int) -> None:
+        """Raises OSError where nothing can be written to the tracker: the writer would find out when others wait.
+
+        One that a killed writer has left empty, which Megatron-LM takes for damaged, names the newest checkpoint before
+        `iteration` again.
+        """
+        tracker = self.root / TRACKER
         with suppress(FileNotFoundError):
-            os.close(os.open(self.root / TRACKER, os.O_WRONLY | os.O_NONBLOCK))
+            os.close(os.open(tracker, os.O_WRONLY | os.O_NONBLOCK))
+            if not tracker.stat().st_size:
+                older = next((one for one in self.iterations() if one < iteration), None)
+                tracker.unlink() if older is None else self.track(older)
 
     def discard(self, iteration: int) -> None:
         """Remove what a failed save of `iteration` left behind, as far as the file system lets us."""

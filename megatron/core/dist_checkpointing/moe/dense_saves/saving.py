@@ -202,7 +202,7 @@ class DenseSaves:
         if dist.get_rank() == 0:
             try:
                 begun.directory.stage(begun.iteration, keep - {begun.iteration}, is_signed=is_keyed())
-                begun.directory.require_writable_tracker()
+                begun.directory.require_writable_tracker(begun.iteration)
             except OSError as error:
                 problem = format_error(error)
         raise_on_all_ranks(problem)

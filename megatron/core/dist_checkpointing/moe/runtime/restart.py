@@ -81,7 +81,9 @@ class Restart:
         begins = newest.iteration if plan is None else max(plan.target, newest.iteration)
         self._refuse_foreign(begins, *recovery.foreign)
         window = self._window_ahead(request, plan)
-        is_better = recovery.is_own if newest.asked_for else plan is not None and _leads_beyond(newest, plan)
+        is_better = plan is not None and _leads_beyond(newest, plan)
+        if plan is not None and newest.asked_for:
+            is_better = recovery.is_own and (newest.in_part or plan.target >= newest.iteration)
         if plan is not None and is_better and window is None:
             if self._is_restored(trainer, request):
                 return

@@ -231,7 +231,7 @@ class Hooks:
 
         def load_with(load_checkpoint: Callable[[], Any]) -> int:
             nonlocal loaded
-            # Core copies into master weights in place, which autograd refuses for those that are the model's own.
+            # Core copies into master weights in place, which autograd refuses for the model's own.
             with torch.no_grad(), loading_step_counts(optimizer), flags_hold(optimizer, scheduler):
                 args.iteration, args.num_floating_point_operations_so_far = load_checkpoint()
             state.counted(args.num_floating_point_operations_so_far)
@@ -248,6 +248,12 @@ class Hooks:
 
         if self._recover_only:  # the state to recover may be older than a checkpoint, of which only flags are read
             load = None
+        asked = load is not None and getattr(args, "ckpt_step", None) and manager.job_id
+        if asked:
+            from .going_back import came_to, follow_once  # which few jobs do
+
+            assert self._config is not None
+            follow_once(args, manager.job_id, self._config.takes_over)
         newest = newest_checkpoint(args) if load is not None else NOTHING
         load_newest = None if load is None else functools.partial(load_with, load)
         try:
@@ -264,6 +270,8 @@ class Hooks:
             self._require_recovered(manager)
         if loaded:
             manager.lost_before(self._saves.lost_tokens)
+        if asked:
+            came_to(iteration, args, manager.job_id, loaded=loaded)
         self._manager, self._quiet = manager, SuppressedEffects(self._loop, manager)
         if optimizer is not None:  # as with --skip-train
             allocate_step_counts(optimizer)

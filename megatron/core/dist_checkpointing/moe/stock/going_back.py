@@ -1,0 +1,92 @@
+"""`--ckpt-step` into the folder that is saved to: training goes back once, and on from there after faults.
+
+Megatron-LM leaves the tracker at the newest checkpoint until the first save, and a launcher gives the same flags at
+each start. Here the tracker names the iteration as soon as training stands on it, and a file says which job went back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_ckpt.dense.names import INFORMING_BYTES, read_beside
+
+from ..dense_saves.directory import CheckpointDirectory
+from ..dense_saves.writing import on_rank_zero
+from ..storage.system import write_atomically
+
+log = logging.getLogger(__name__)
+
+RECORD = "moe_ckpt_went_back.txt"
+"""Next to the tracker: the iteration, and the job."""
+
+
+def follow_once(args: Any, job: str, takes_over: Callable[[str], bool]) -> None:
+    """Leave out `--ckpt-step` where an earlier start has followed it. A collective: rank 0 looks.
+
+    Args:
+        args: Of Megatron-LM.
+        job: This one's id.
+        takes_over: Whether this job continues what another one stored.
+    """
+    root = _folder(args)
+    step, by = (0, "") if root is None else on_rank_zero(lambda: _record(root))
+    if step != args.ckpt_step or not (by == job or takes_over(by)):
+        return
+    if dist.get_rank() == 0:
+        log.warning(
+            "--ckpt-step %d was followed by an earlier start, of job %s: training goes on from its newest state; to go"
+            " back once more, remove %s", step, by, f"{root}/{RECORD}",
+        )  # fmt: skip
+    args.ckpt_step = None
+
+
+def came_to(iteration: int, args: Any, job: str, *, loaded: bool) -> None:
+    """Let the tracker name the iteration that was asked for, where training continues from it. A collective.
+
+    Args:
+        iteration: From which training continues.
+        args: Of Megatron-LM.
+        job: This one's id.
+        loaded: Whether it was loaded, and not restored from a snapshot.
+    """
+    root = _folder(args)
+    if loaded and root is not None and iteration == args.ckpt_step:
+        on_rank_zero(lambda: _go_back(root, iteration, job))
+    elif not loaded and args.ckpt_step and dist.get_rank() == 0:
+        log.warning(
+            "--ckpt-step %d holds for the first start of a job: this one continues from its iteration %d",
+            args.ckpt_step, iteration,
+        )  # fmt: skip
+
+
+def _folder(args: Any) -> Path | None:
+    """Where training is both loaded from and saved to."""
+    same = args.load and args.save and "://" not in args.load and Path(args.load).resolve() == Path(args.save).resolve()
+    return Path(args.save) if same else None
+
+
+def _record(root: Path) -> tuple[int, str]:
+    try:
+        step, by = read_beside(root / RECORD, INFORMING_BYTES).decode(errors="replace").split()
+        return int(step), by
+    except (OSError, ValueError):
+        return 0, ""
+
+
+def _go_back(root: Path, iteration: int, job: str) -> None:
+    directory = CheckpointDirectory(root)
+    try:
+        directory.track(iteration)  # first: a flag that counts as followed needs a tracker of this training
+        write_atomically(root / RECORD, f"{iteration} {job}\n".encode())
+    except OSError as error:
+        log.error("the next start goes back to iteration %d again: %s", iteration, error)
+    if left := [str(one) for one in directory.iterations() if one > iteration]:
+        log.warning(
+            "training goes back to iteration %d: %s in %s are left, and replaced by saves of the same number; only"
+            " --ckpt-step loads them", iteration, ", ".join(reversed(left)), root,
+        )  # fmt: skip

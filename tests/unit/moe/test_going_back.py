@@ -1,0 +1,98 @@
+"""`--ckpt-step` into the folder that is saved to: followed once, by the tracker too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stock_stand_in import one_rank
+
+from megatron.core.dist_checkpointing.moe.stock import going_back
+from moe_ckpt.dense.names import TRACKER
+
+
+def folder(root: Path) -> Path:
+    """Checkpoints of iterations 2, 4 and 6."""
+    for iteration in (2, 4, 6):
+        (root / f"iter_{iteration:07d}").mkdir()
+    (root / TRACKER).write_text("6")
+    return root
+
+
+def asked(root: Path, step: int = 2, **others: Any) -> Any:
+    return SimpleNamespace(**{"load": str(root), "save": f"{root}/", "ckpt_step": step} | others)
+
+
+def came_to(iteration: int, args: Any, *, loaded: bool = True) -> None:
+    with one_rank():
+        going_back.came_to(iteration, args, "job", loaded=loaded)
+
+
+def step_of_next_start(root: Path, step: int = 2, job: str = "job", over: tuple[str, ...] = ()) -> int | None:
+    args = asked(root, step)
+    with one_rank():
+        going_back.follow_once(args, job, over.__contains__)
+    found: int | None = args.ckpt_step
+    return found
+
+
+def test_the_tracker_names_the_iteration_that_training_goes_back_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    came_to(2, asked(folder(tmp_path)))
+    assert (tmp_path / TRACKER).read_text() == "2"
+    assert f"training goes back to iteration 2: 4, 6 in {tmp_path} are left" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("iteration", "loaded", "others"),
+    [
+        (0, True, {}),  # --finetune
+        (2, False, {}),  # a snapshot of that iteration
+        (2, True, {"save": "elsewhere"}),
+        (2, True, {"save": None}),
+        (2, True, {"load": None}),
+    ],
+)
+def test_the_tracker_stays_where_training_does_not_go_back_in_its_own_folder(
+    iteration: int, loaded: bool, others: dict[str, Any], tmp_path: Path
+) -> None:
+    came_to(iteration, asked(folder(tmp_path), **others), loaded=loaded)
+    assert (tmp_path / TRACKER).read_text() == "6"
+    assert step_of_next_start(tmp_path) == 2
+
+
+def test_the_next_start_of_that_job_does_not_go_back_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    came_to(2, asked(folder(tmp_path)))
+    assert step_of_next_start(tmp_path) is None
+    assert f"to go back once more, remove {tmp_path}/{going_back.RECORD}" in caplog.text
+    assert step_of_next_start(tmp_path, step=4) == 4
+    assert step_of_next_start(tmp_path, job="other") == 2
+    assert step_of_next_start(tmp_path, job="other", over=("job",)) is None
+
+
+@pytest.mark.parametrize("content", ["", "2", "two job", "2 job more", "\0" * 1000])
+def test_a_record_that_says_nothing_leaves_the_flag(content: str, tmp_path: Path) -> None:
+    (folder(tmp_path) / going_back.RECORD).write_text(content)
+    assert step_of_next_start(tmp_path) == 2
+
+
+def test_a_snapshot_that_is_taken_in_place_of_what_was_asked_for_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    came_to(5, asked(folder(tmp_path)), loaded=False)
+    assert "--ckpt-step 2 holds for the first start of a job: this one continues from its iteration 5" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_is_reported_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(going_back, "write_atomically", full)
+    came_to(2, asked(folder(tmp_path)))
+    assert "the next start goes back to iteration 2 again" in caplog.text
+    assert step_of_next_start(tmp_path) == 2
