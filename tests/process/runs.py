@@ -23,7 +23,8 @@ Launch = Callable[..., CompletedProcess[str]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid out over ranks; without `experts` it is a dense one."""
+    """How a model is laid out over ranks; without `experts` it is a dense one. first: layers of the first stage, where
+    the others share the rest."""
 
     tp: int = 1
     pp: int = 2
@@ -33,6 +34,7 @@ class Layout:
     experts: int | None = 4
     cp: int = 1
     etp: int | None = None
+    first: int | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -46,6 +48,8 @@ class Layout:
             flags += ["--expert-tensor-parallel-size", str(self.etp)]
         if self.vpp is not None:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.first is not None:
+            flags += ["--decoder-first-pipeline-num-layers", str(self.first)]
         layers = max(2, self.pp * (self.vpp or 1))
         batch = self.microbatches * self.ranks // (self.tp * self.pp * self.cp)
         if self.experts is not None:
@@ -60,7 +64,8 @@ class Layout:
     def __str__(self) -> str:
         chunks = "" if self.vpp is None else f"-vpp{self.vpp}"
         more = f"{f'-cp{self.cp}' if self.cp > 1 else ''}{f'-etp{self.etp}' if self.etp else ''}"
-        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}{chunks}{more}-on-{self.ranks}"
+        stages = f"-first{self.first}" if self.first is not None else ""
+        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}{chunks}{more}{stages}-on-{self.ranks}"
 
     @property
     def hooks(self) -> tuple[Hook, ...]:

@@ -61,6 +61,7 @@ VIRTUAL = Source(Layout(tp=1, pp=2, ep=4, ranks=8, vpp=2), ("--bf16", *BIAS))
 CONTEXT = Source(Layout(tp=1, pp=2, ep=2, cp=2), UNTIED)
 CUT = Source(Layout(tp=2, pp=1, ep=2, etp=1), ("--bf16", *UNTIED))
 CUT_EXPERTS = Source(Layout(tp=1, pp=1, ep=2, etp=2), UNTIED)
+EVEN = Source(Layout(tp=1, pp=2, ep=2), ("--bf16", *BIAS))
 PLAIN = Source(Layout(tp=2, pp=1, ep=2), ("--bf16", *UNTIED), distributed=False)
 
 CHANGES = [
@@ -78,6 +79,7 @@ CHANGES = [
     (VIRTUAL, Layout(tp=1, pp=4, ep=1, ranks=4), True),
     (CONTEXT, Layout(tp=2, pp=1, ep=2), True),
     (TIED, Layout(tp=1, pp=1, ep=2, cp=2), True),
+    (EVEN, Layout(tp=1, pp=2, ep=2, first=1), True),
     (CUT, Layout(tp=1, pp=1, ep=2, etp=2), True),
     (CUT_EXPERTS, Layout(tp=2, pp=2, ep=1), True),
     (PLAIN, Layout(tp=1, pp=2, ep=4, ranks=8), True),

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint, UsageError
 from megatron.core.dist_checkpointing.moe.policy.resharding import Grid, RecordKey
-from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Listing, SnapshotId, Torn
+from megatron.core.dist_checkpointing.moe.ports import Facts, Field, Layout, Listing, Manifest, SnapshotId, Torn
 from megatron.core.dist_checkpointing.moe.recovery.inventory import listing
-from megatron.core.dist_checkpointing.moe.resharding.generation import LiveLayout, LiveTensor, fitted
+from megatron.core.dist_checkpointing.moe.resharding.generation import Generation, LiveLayout, LiveTensor, fitted
 from megatron.core.dist_checkpointing.moe.resharding.store import ReshardingStore
 from megatron.core.dist_checkpointing.moe.storage.filesystem import SEGMENT, FilesystemStore
 from megatron.core.dist_checkpointing.moe.types import OperatorId, OperatorKind, Part, Tier, Topology
@@ -155,6 +155,44 @@ def test_step_counts_of_groups_are_kept_and_scales_that_differ_refused() -> None
         fitted(TRAINER, [TRAINER, other], TRAINER)
 
 
+RATES = [{"lr": 0.1, "weight_decay": 0.01}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.2, "weight_decay": 0.01}]
+
+
+def groups_of(*kept: dict[str, float], scheduler: bool = False) -> dict[str, Any]:
+    return {"param_groups": [*kept], "scheduler": {"num_steps": 4} if scheduler else {}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "came_back"),
+    [
+        ([RATES, RATES], RATES[:2]),
+        ([RATES[:2], RATES], RATES[:2]),  # a stage without experts
+        ([RATES[:1], RATES[:1]], RATES[:1] * 2),
+    ],
+    ids=["as many on all ranks", "fewer on one", "one for all"],
+)
+def test_rates_that_no_scheduler_sets_come_back_in_another_layout(
+    saved: list[list[dict[str, float]]], came_back: list[dict[str, float]]
+) -> None:
+    everywhere = [groups_of(*one) for one in saved]
+    live = groups_of({"lr": 9.0, "weight_decay": 9.0}, {"lr": 9.0, "weight_decay": 9.0})
+    assert fitted(everywhere[0], everywhere, live)["param_groups"] == came_back
+
+
+@pytest.mark.parametrize("saved", [[RATES[:1], RATES[1:]], [RATES[:2], RATES[:2]]], ids=["others", "too few"])
+def test_rates_of_groups_that_are_others_here_are_refused_where_no_scheduler_sets_them(
+    saved: list[list[dict[str, float]]],
+) -> None:
+    everywhere = [groups_of(*one) for one in saved]
+    with pytest.raises(UnreadableCheckpoint, match=r"^lr and weight_decay differ .* no scheduler sets them"):
+        fitted(everywhere[0], everywhere, groups_of(*RATES))
+
+
+def test_rates_that_a_scheduler_sets_are_left_to_it() -> None:
+    everywhere = [groups_of(*RATES[:1], scheduler=True), groups_of(*RATES[1:], scheduler=True)]
+    assert fitted(everywhere[0], everywhere, groups_of(*RATES))["param_groups"] == RATES
+
+
 class Counting(FilesystemStore):
     """Notes which records are read."""
 
@@ -214,6 +252,53 @@ def refusal(store: ReshardingStore, rank: int = 0) -> str:
         read_all(store, rank)
     assert "\n" not in str(refused.value)
     return str(refused.value)
+
+
+ROW_MOMENT = "moment2_buffer"
+"""Of Muon with `moment2_method`: a mean square for each row of what a rank has, or one for all of it."""
+
+
+def view_of_moments(folder: Path, wanted: str, numel: int, topology: Topology) -> ReshardingStore:
+    record = Field(f"{wanted}/{ROW_MOMENT}", "float32", (numel,), Part.MOMENTS, OPERATOR)
+    tensors = (LiveTensor(record, RecordKey.parse(record.key), in_forward=False),)
+    live = replace(live_of(0), topology=topology, facts=facts_of(topology), tensors=tensors)
+    return ReshardingStore(FilesystemStore(folder, 0), lambda: live, facts_of(topology), 0, inexact=False)
+
+
+def put_moments(folder: Path, topology: Topology, *of_ranks: tuple[str, int, float]) -> None:
+    for rank, (key, numel, value) in enumerate(of_ranks):
+        moments = {f"{key}/{ROW_MOMENT}": (Part.MOMENTS, np.full(numel, value, np.float32))}
+        put(FilesystemStore(folder, rank), rank, moments, topology)
+
+
+CUT = "w/tp0of2[0:24]", "w/tp1of2[0:24]"
+
+
+@pytest.mark.parametrize("numel", [ROWS, 1], ids=["of rows", "of all"])
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_moment_of_a_shard_as_a_whole_is_refused_where_tensor_ranks_cut_otherwise(
+    joins: bool, numel: int, tmp_path: Path
+) -> None:
+    if joins:
+        put_moments(tmp_path, Topology(2, tp=2), *((key, numel, 7.0) for key in CUT))
+        store = view_of_moments(tmp_path, "w[0:48]", numel, NEW)
+    else:
+        put_moments(tmp_path, NEW, *[("w[0:48]", numel, 7.0)] * 2)
+        store = view_of_moments(tmp_path, CUT[0], max(1, numel // 2), Topology(2, tp=2))
+    assert "no rank stored that shard: start with that layout again" in refusal(store)
+
+
+def test_a_moment_of_rows_comes_back_where_tensor_ranks_cut_alike(tmp_path: Path) -> None:
+    put_moments(tmp_path, OLD, *[(CUT[0], ROWS, 7.0), (CUT[1], ROWS, 8.0)] * 2)
+    store = view_of_moments(tmp_path, CUT[0], ROWS, Topology(2, tp=2))
+    with store.open(SnapshotId(4, 0)) as reader:
+        assert [*np.frombuffer(reader.read(f"{CUT[0]}/{ROW_MOMENT}"), np.float32)] == [7.0] * ROWS
+
+
+def test_a_moment_of_each_element_is_no_moment_of_rows(tmp_path: Path) -> None:
+    put_moments(tmp_path, OLD, *[(key, 24, 7.0) for key in CUT * 2])
+    store = view_of_moments(tmp_path, CUT[0], ROWS, Topology(2, tp=2))
+    assert "moment2_buffer has 24 elements in the snapshot of rank 0 after iteration 4, and 6 are" in refusal(store)
 
 
 def test_values_of_another_dtype_are_shown_as_they_are_stored_and_never_as_bytes_of_this_jobs(folder: Path) -> None:
@@ -502,6 +587,60 @@ def test_where_stages_have_other_layers_random_numbers_come_out_otherwise_in_any
     cut_elsewhere: Callable[[tuple[str, ...]], ReshardingStore],
 ) -> None:
     assert "hidden_dropout 0.1" in refusal(cut_elsewhere(("w",)), 1)
+
+
+def at_stage(rank: int, operator: OperatorId, *names: str) -> Manifest:
+    """What one of two pipeline stages stored of these tensors."""
+    keys = [f"{name}[0:4]/master" for name in names]
+    layout = Layout.of([Field(key, "float32", (4,), Part.MASTER, operator) for key in keys])
+    facts = Facts("job", "digest", facts_of(Topology(2, pp=2)), {})
+    return Manifest(SnapshotId(4, rank), facts, "", layout, ("",) * len(keys))
+
+
+@pytest.mark.parametrize(
+    ("operator", "stored", "here", "moved"),
+    [
+        (OPERATOR, (("a", "b"), ("c", "d")), ("c", "d"), False),
+        (OPERATOR, (("a", "b"), ("c", "d")), ("b", "c", "d"), True),
+        (OPERATOR, (("a",), ("b", "c", "d")), ("c", "d"), True),
+        (OPERATOR, (("a",), ("c",)), ("c", "d"), False),
+        (OperatorId(-1, OperatorKind.EMBEDDING), (("e",), ()), ("e",), False),
+    ],
+    ids=["as before", "one gained", "one lost", "one that this snapshot has not", "tied and stored once"],
+)
+def test_a_stage_that_gained_or_lost_a_layer_computes_something_else(
+    operator: OperatorId, stored: tuple[tuple[str, ...], ...], here: tuple[str, ...], moved: bool
+) -> None:
+    generation = Generation({rank: at_stage(rank, operator, *names) for rank, names in enumerate(stored)})
+    topology = Topology(2, pp=2)
+    live = replace(live_of(1), topology=topology, facts=facts_of(topology), grids=dict.fromkeys(here, Grid(1, 4)))
+    assert generation.moves(live) is moved
+
+
+def test_what_routers_of_a_layer_counted_comes_to_the_stage_that_gained_it(tmp_path: Path) -> None:
+    topology, elsewhere = Topology(2, pp=2), "r.counts/rank{}[0:2]/buffer"
+    for rank, names in enumerate((("a", "r"), ("c",))):
+        records = {f"{name}[0:4]/master": (Part.MASTER, np.ones(4, np.float32)) for name in names}
+        records |= {elsewhere.format(0): (Part.MASTER, np.full(2, 7, np.float32))} if "r" in names else {}
+        put(FilesystemStore(tmp_path, rank), rank, records, in_buckets(topology, "aa"))
+    here, key = in_buckets(topology, "bb"), elsewhere.format(1)
+    counts = LiveTensor(Field(key, "float32", (2,), Part.MASTER, OPERATOR), RecordKey.parse(key), in_forward=False)
+    grids = dict.fromkeys(("r", "c"), Grid(1, 4))
+    live = replace(live_of(1), topology=topology, facts=here, grids=grids, tensors=(counts,))
+    store = ReshardingStore(FilesystemStore(tmp_path, 1), lambda: live, here, 1, inexact=False)
+    with store.open(SnapshotId(4, 1)) as reader:
+        assert [*np.frombuffer(reader.read(key), np.float32)] == [7.0, 7.0]
+
+
+def test_where_a_tensor_of_this_stage_cannot_be_laid_out_again_each_snapshot_says_so(folder: Path) -> None:
+    def refuses() -> LiveLayout:
+        raise UsageError("conv.weight is cut along dimension 2, which cannot be laid out again")
+
+    store = ReshardingStore(FilesystemStore(folder, 0), refuses, facts_of(NEW), 0, inexact=False)
+    assert "tp 2, etp 2; conv.weight is cut along dimension 2" in refusal(store)
+    assert store.previous_window() is None
+    store.free(SnapshotId(4, 0))
+    assert [snapshot.rank for snapshot in FilesystemStore(folder, 0).snapshots().sealed] == [1, 3]
 
 
 def test_a_window_in_other_buckets_is_told_by_them(tmp_path: Path) -> None:

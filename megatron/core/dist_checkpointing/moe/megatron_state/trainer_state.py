@@ -117,7 +117,10 @@ _OPTIONAL = (MODEL, COMMAND, SAMPLES)
 
 
 class LoopState(Protocol):
-    """What the training loop itself counts, such as consumed samples; whatever has these two methods will do."""
+    """What the training loop itself counts, such as consumed samples; whatever has these two methods will do.
+
+    It has to be alike on all ranks: under another layout each rank takes that of one rank of the older layout.
+    """
 
     def state_dict(self) -> dict[str, Json]:
         """All of it as JSON values, with the same keys each time; called between iterations, and once per snapshot."""

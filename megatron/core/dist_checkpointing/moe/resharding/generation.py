@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 #
 # A pipeline stage without experts has fewer parameter groups, and fewer members of the optimizer, than one with them.
 # What they hold is the same on all ranks: learning rates and weight decay follow from the schedule, which is restored
-# after them, and step counts and loss scales are counted alike everywhere.
+# after them, and step counts and loss scales are counted alike everywhere. Without a scheduler the loop sets the rates.
 
 _SCALERS, _GROUPS, _STEP = "grad_scalers", "param_groups", "step"
+_RATES = "lr", "weight_decay"
 
 
 def fitted(
@@ -68,11 +70,31 @@ def fitted(
     if _GROUPS in live:
         steps = {group[_STEP] for one in everywhere for group in one[_GROUPS] if _STEP in group}
         counted = {_STEP: max(steps)} if steps else {}
-        result[_GROUPS] = [{**group, **counted} for group in live[_GROUPS]]
+        groups: Sequence[dict[str, Any]] = live[_GROUPS]
+        if not saved.get("scheduler"):
+            groups = [group | rates for group, rates in zip(groups, _rates(everywhere, len(groups)), strict=True)]
+        result[_GROUPS] = [group | counted for group in groups]
     return result
 
 
+def _rates(everywhere: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """What schedules change of the first `count` groups: core has groups in one order on all ranks, those of experts
+    last."""
+    saved = [[{name: group[name] for name in _RATES if name in group} for group in one[_GROUPS]] for one in everywhere]
+    longest = max(saved, key=len)
+    if all(group == longest[0] for groups in saved for group in groups):
+        return longest[:1] * count
+    if len(longest) < count or any(groups != longest[: len(groups)] for groups in saved):
+        raise UnreadableCheckpoint(
+            "lr and weight_decay differ between parameter groups, which are others here, and no scheduler sets them:"
+            " start with that layout again"
+        )
+    return longest[:count]
+
+
 _QUANTIZATION = f"{RANDOM}quantization"
+_CUT = OperatorKind.NON_EXPERT, OperatorKind.ROUTER
+"""By these stages differ: tied embeddings may be stored by the first one alone, experts of a layer by some ranks."""
 _DEGREES = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")
 
 
@@ -227,10 +249,13 @@ class Generation:
         old = self.topology
         if old != topology_of(replace(self.any.facts, topology=live.facts)):
             return True
-        stage = old.stage(live.rank)
-        records = (one for rank, held in self.manifests.items() if old.stage(rank) == stage for one in held.records)
-        keys = (RecordKey.parse(one.key) for one in records if one.operator and not one.operator.is_expert)
-        return any(key.field != "buffer" and key.name not in live.grids for key in keys)
+        here, everywhere = set[str](), set[str]()
+        for rank, manifest in self.manifests.items():
+            keys = (RecordKey.parse(one.key) for one in manifest.records if one.operator and one.operator.kind in _CUT)
+            names = {key.name for key in keys if key.field != "buffer"}
+            everywhere |= names
+            here |= names if old.stage(rank) == old.stage(live.rank) else set()
+        return here != everywhere & live.grids.keys()
 
     def _parts(self) -> dict[OperatorId, Part]:
         held = (row for manifest in self.manifests.values() for row in _scalars(manifest).operators)
@@ -334,7 +359,15 @@ def _reads(tensor: LiveTensor, live: LiveLayout, stored: Sequence[StoredRange], 
     numel = record.shape[0]
     if key.own_of is not None and not moves:
         stored = [one for one in stored if one.rank == live.rank]
-    return (ReadPlan(one_value(key.tensor, stored, live.rank), (ElementRun(0, 0, numel),)),)
+    elif not counts and stored:  # of a shard as a whole, as Muon's mean squares of rows: nothing cuts or joins them
+        stored = [one for one in stored if one.elements == key.elements]
+        if not stored:
+            raise UnreadableCheckpoint(
+                f"{key.tensor} has {numel} elements for the {key.elements.numel} of a shard, and no rank stored that"
+                " shard: start with that layout again"
+            )
+    value = replace(one_value(key.tensor, stored, live.rank), elements=ElementRange(0, numel))
+    return (ReadPlan(value, (ElementRun(0, 0, numel),)),)
 
 
 def _tied(tensor: str) -> str:
@@ -426,6 +459,12 @@ class ReshardedReader:
         found = reader.manifest.by_key.get(plan.record.key)
         if found is None or found.xxh3 != plan.record.xxh3:
             raise UnreadableCheckpoint(f"the {reader.manifest.snapshot} was replaced while it was read; start again")
+        stored, wanted = prod(found.field.shape), plan.record.elements.numel
+        if stored != wanted:
+            raise UnreadableCheckpoint(
+                f"{plan.record.key} has {stored} elements in the {reader.manifest.snapshot}, and {wanted} are wanted:"
+                " it is of another model or optimizer; start with that one"
+            )
         return reader.read(plan.record.key)
 
     def _intact(self, key: str) -> bool:
@@ -443,9 +482,6 @@ def _is_all(runs: tuple[ElementRun, ...], field: Field) -> bool:
 def _copy(source: NDArray[np.generic], target: NDArray[np.generic], runs: tuple[ElementRun, ...]) -> None:
     for run in runs:
         pairs = ((source, run.source, run.source_step), (target, run.target, run.target_step))
-        last = max(at + (run.count - 1) * step + run.length - array.size for array, at, step in pairs)
-        if last > 0:  # a view would reach beyond the memory
-            raise UnreadableCheckpoint(f"a record has {last} elements fewer than its key says")
         one, other = (
             as_strided(array[at:], (run.count, run.length), (step * array.itemsize, array.itemsize))
             for array, at, step in pairs

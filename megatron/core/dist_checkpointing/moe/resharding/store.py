@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from .generation import (
     described,
     generations,
     snapshots_of,
+    topology_of,
 )
 
 log = logging.getLogger(__name__)
@@ -316,7 +317,8 @@ class ReshardingStore:
             self._store.free(snapshot)
             return
         owners = sorted(generation.manifests)
-        for owner in {*freed_by(self._rank, self._live_layout().topology, owners), self._rank}:
+        here = topology_of(replace(generation.any.facts, topology=self._layout))
+        for owner in {*freed_by(self._rank, here, owners), self._rank}:
             self._store.free(SnapshotId(snapshot.iteration, owner, snapshot.kind))
         # Others remove the rest at the same time: nothing of it is looked at again.
         self._found().pop((snapshot.iteration, snapshot.kind), None)
@@ -375,8 +377,9 @@ class ReshardingStore:
         return self._store.open(snapshot)
 
     def _assembly(self, generation: Generation) -> Assembly | UnreadableCheckpoint:
-        live, old = self._live_layout(), described(generation.any.facts.topology, self._layout)
+        old = described(generation.any.facts.topology, self._layout)
         try:
+            live = self._live_layout()
             if self._draws_others(generation):
                 why = (
                     f"training draws random numbers ({live.draws}), which come out otherwise in another layout: give"
@@ -413,7 +416,10 @@ class ReshardingStore:
 
     def _live_layout(self) -> LiveLayout:
         if self._live is None:
-            self._live = self._make_live()
+            try:
+                self._live = self._make_live()
+            except UsageError as error:  # of this stage's tensors perhaps: no rank leaves the others in a collective
+                raise UnreadableCheckpoint(str(error)) from error
         return self._live
 
 
