@@ -20,7 +20,7 @@ import psutil
 import pytest
 from descriptors import room_for_open_files
 
-from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
 from megatron.core.dist_checkpointing.moe.extensions.persist_agent import agent
 from megatron.core.dist_checkpointing.moe.extensions.persist_agent.agent import (
     LOCK,
@@ -154,6 +154,77 @@ def test_what_another_attempt_that_has_the_lease_since_has_sealed_is_not_replace
         assert reader.manifest.facts == (OTHER_ATTEMPT if has_sealed else FACTS)
     (line,) = capfd.readouterr().err.splitlines()
     assert ("was NOT finished: job 'job'" in line and "has written the" in line) is has_sealed
+
+
+@pytest.fixture
+def carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs what the process does when its trainer has died; for how long it paused, and its exit code."""
+
+    def run(refusals: int = 0, error: type[Exception] = StoreFailure) -> list[str]:
+        (tmp_path / "memory").mkdir()
+        memory, noted = MemoryStore(tmp_path / "memory", "job", RANK, (LAYOUT.nbytes,)), tmp_path / "noted"
+        sealed(memory)
+        line, lock = line_of([ordered(memory)]), os.open(memory.directory / LOCK, os.O_RDWR | os.O_CREAT)
+        facts = {"slot": str(memory.directory), "place": str(tmp_path / "storage"), "rank": RANK, "limit_s": 30.0}
+        facts |= {"lock": lock, "lease": "of the trainer", "secret": None}
+        reserve, left = FilesystemStore.reserve, iter([error("storage is away")] * refusals)
+
+        def refusing(self: FilesystemStore, snapshot: SnapshotId, layout: Layout) -> object:
+            if failure := next(left, None):
+                raise failure
+            return reserve(self, snapshot, layout)
+
+        def note(number: float) -> None:
+            with noted.open("a") as file:
+                print(number, file=file)
+
+        monkeypatch.setattr(agent, "_first_line", lambda: json.dumps(facts).encode())
+        monkeypatch.setattr(agent, "last_line", lambda parent: line)
+        monkeypatch.setattr(FilesystemStore, "reserve", refusing)
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                time.sleep = note
+                note(agent.main(os.getppid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(lock)
+        return noted.read_text().split()
+
+    return run
+
+
+def test_what_storage_refuses_twice_is_written_at_the_third_attempt(
+    carried_out: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert carried_out(refusals=2) == ["1.0", "4.0", "0"]
+    assert_stored(in_storage(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("error", "pauses"), [(StoreFailure, ["1.0", "4.0"]), (UnreadableCheckpoint, [])], ids=["storage", "memory"]
+)
+def test_what_cannot_be_written_is_given_up_when_training_would_have(
+    error: type[Exception],
+    pauses: list[str],
+    carried_out: Callable[..., list[str]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert carried_out(refusals=9, error=error) == [*pauses, "1"]
+    assert "was NOT finished: storage is away" in capfd.readouterr().err
+
+
+def test_what_the_holder_of_the_lease_has_written_is_not_waited_for(
+    carried_out: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    storage = in_storage(tmp_path)
+    Lease(str(tmp_path / "storage"), Holder.here("job")).acquire()
+    with storage.reserve(NEWEST, LAYOUT) as writer:
+        for field in LAYOUT.fields:
+            writer.put(field.key, content(field.key))
+        writer.seal(OTHER_ATTEMPT)
+    assert carried_out() == ["1"]
+    assert "has written the" in capfd.readouterr().err
 
 
 def test_nothing_is_replaced_where_nobody_can_tell_who_has_the_lease(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import UnreadableCheckpoint, format_error
 from ..policy.lineage import Identity
@@ -13,10 +14,7 @@ from ..ports import Clock, Layout, Reader, SnapshotId, Store, StoreFailure, Task
 from ..strategies import Piece
 from ..types import SnapshotPlan
 from ..types.operators import scaled
-from .persisting import CopyOrder, carry_out
-
-ATTEMPTS = 3
-FIRST_PAUSE_S = 1.0
+from .persisting import CopyOrder, carry_out, retried
 
 
 @dataclass
@@ -78,23 +76,18 @@ class Persister:
 
     def persist(self, task: PersistTask) -> None:
         """Write the pieces, each sealed on its own; tried again after a pause where storage refuses."""
-        pause_s, task.begun_s = FIRST_PAUSE_S, self._clock.now_s()
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                self._check_stopped()
-                self._write(task)
-                task.duration_s = self._clock.now_s() - task.begun_s
-                task.status = Status.PROTECTED
-                break
-            except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
-                task.failures.append(format_error(error))
-                # Only what storage refuses may pass by itself: a record that memory lacks is lacking again.
-                if attempt < ATTEMPTS and isinstance(error, StoreFailure):
-                    self._clock.sleep(pause_s)
-                    pause_s *= 4
-                else:
-                    task.status = Status.FAILED
-                    break
+        task.begun_s = self._clock.now_s()
+
+        def note(error: Exception) -> None:
+            task.failures.append(format_error(error))
+
+        try:
+            retried(partial(self._write, task), self._clock.sleep, note)
+            task.duration_s = self._clock.now_s() - task.begun_s
+            task.status = Status.PROTECTED
+        except Exception as error:  # whatever it is costs this copy, and all ranks hear of it
+            note(error)
+            task.status = Status.FAILED
         if not self._is_stopped:
             self._announce(())
 
@@ -111,6 +104,7 @@ class Persister:
             raise failures[0]
 
     def _write(self, task: PersistTask) -> None:
+        self._check_stopped()
         with ExitStack() as stack:
             found = [
                 (order, sources)

@@ -9,11 +9,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import NewerFormat, OtherSecret, UnreadableCheckpoint
+from ..errors import NewerFormat, OtherSecret, StoreFailure, UnreadableCheckpoint
 from ..ports import Facts, Json, Layout, Manifest, Reader, SnapshotId, Store
 from ..storage.manifest import decode, encode
 
 _SEGMENT = "segment"
+RETRY_PAUSES_S = (1.0, 4.0)
+"""How long before each further attempt."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,25 @@ def carry_out(
         check()  # a last time: `seal` publishes it
         writer.seal(manifest.facts, expect=manifest.checksums)
     return manifest.layout.nbytes
+
+
+def retried[Result](
+    write: Callable[[], Result], sleep: Callable[[float], None], note: Callable[[Exception], None] = lambda _: None
+) -> Result:
+    """What `write` returns; it is called again after a pause where storage refuses. Raises what the last call does.
+
+    Args:
+        write: Leaves what it has written before.
+        sleep: Waits for so many seconds.
+        note: Is called with each error after which it is.
+    """
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return write()
+        except StoreFailure as error:  # alone may pass by itself: a record that memory lacks is lacking again
+            note(error)
+        sleep(pause_s)
+    return write()
 
 
 def is_stored(wanted: Manifest, storage: Store) -> bool:

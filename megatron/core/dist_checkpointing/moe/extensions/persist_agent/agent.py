@@ -232,9 +232,15 @@ def _first_line() -> bytes:
 
 
 def _finish(line: bytes, facts: dict[str, object]) -> str:
-    """Carry out the orders of a line; the iterations that they were of, in words."""
+    """Carry out the orders of a line, as often as training would; the iterations that they were of, in words."""
     _skip_megatron_core()
-    from megatron.core.dist_checkpointing.moe.errors import StoreFailure, UnreadableCheckpoint
+    from megatron.core.dist_checkpointing.moe.snapshot.persisting import retried
+
+    return retried(partial(_carry_out, line, facts), time.sleep)
+
+
+def _carry_out(line: bytes, facts: dict[str, object]) -> str:
+    from megatron.core.dist_checkpointing.moe.errors import MoECheckpointError, StoreFailure, UnreadableCheckpoint
     from megatron.core.dist_checkpointing.moe.snapshot.persisting import carry_out, orders_from
     from megatron.core.dist_checkpointing.moe.storage.lease import holder_of, name_in
     from megatron.core.dist_checkpointing.moe.storage.manifest import use_secret
@@ -268,7 +274,8 @@ def _finish(line: bytes, facts: dict[str, object]) -> str:
                 return
             with suppress(UnreadableCheckpoint), storage.open(order.manifest.snapshot):
                 who = holder_of(str(facts["place"])) or "another attempt"
-                raise StoreFailure(f"{who} has written the {order.manifest.snapshot} to {facts['place']} since")
+                # No StoreFailure, which would be tried again.
+                raise MoECheckpointError(f"{who} has written the {order.manifest.snapshot} to {facts['place']} since")
 
         for order in orders:
             check(order, 0.0)
