@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from types import FrameType
 
 from .megatron_core import refuse_unsupported_versions
 
@@ -17,4 +18,12 @@ def main() -> None:
 
     if is_heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
     run()
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C does, so that half-written folders are removed: Slurm sends SIGTERM at a job's limit."""
+    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt that
+    raise SystemExit(128 + number)

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.integrity import Advance, unwatched
-from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, condemned
+from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, condemned, is_abandoned
 
 from .files import last_written_s
 from .inspect_saves import iteration_report, saves_report
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from moe_ckpt.checkpoints.values import StateView
     from moe_ckpt.report import Report
 
-_MERGING = re.compile(r"\.iter_\d{7,}\.merging")
+_CONVERTED = re.compile(r"\.(iter_\d{7,}\.merging|(release|hugging_face)\.importing)(-.*)?")
 
 
 class DenseLocation(CheckpointLocation):
@@ -109,8 +109,8 @@ class SavesLocation(DenseLocation):
                 items.append(_gc_item(saved, "a save was to replace it and has not: the next start publishes it again"))
             else:
                 items.append(_gc_item(saved, f"it is {saved.state}: what was doing that has ended", goes=True))
-        merging = (path for path in sorted(self.path.iterdir()) if _MERGING.fullmatch(path.name))
-        items += [GcItem.left_over(path, "it is half-converted") for path in merging]
+        half = (path for path in sorted(self.path.iterdir()) if _CONVERTED.fullmatch(path.name) and is_abandoned(path))
+        items += [GcItem.left_over(path, "it is half-converted") for path in half]
         return GcPlan(limits.applied(items, last_written_s(self.path), writer_of(self.place)), newest)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
+
 from .values import require_place
 
 HELP = """Print one digest per component of the torch_dist checkpoint in DIRECTORY.
@@ -30,7 +32,8 @@ Left out are: the saved command line (args), except the data position; the descr
 metadata); and, in distributed-optimizer buckets, the alignment padding between parameters, which Megatron-Core never
 initialises.
 
-Exit codes: 0 printed; 1 DIRECTORY is damaged or not whole; 2 wrong usage.
+Exit codes: 0 printed; 1 DIRECTORY is damaged or not whole; 2 wrong usage. Every file of which there is a checksum is
+compared with it first.
 """
 
 
@@ -42,9 +45,17 @@ def digest(directory: Path, as_json: bool) -> None:
     require_place(directory)
     # torch is imported only when there is something to read: --help stays quick.
     from ..dense.digest import digest_components, total_digest
+    from ..dense.integrity import damaged, identities, refuse_saved_again, sums_of
     from ..dense.merged import open_alone
 
-    components = digest_components(open_alone(directory))
+    folder = open_alone(directory).directory
+    before = identities([folder])
+    # Once more, now that its files are known: a job that goes back saves an iteration again, and swaps the folder.
+    checkpoint = open_alone(folder)
+    if damage := damaged(sums_of([checkpoint])):
+        raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
+    components = digest_components(checkpoint)
+    refuse_saved_again(before)
     lines = (*components, total_digest(components))
     if as_json:
         facts = [

@@ -99,7 +99,10 @@ def _take_secret() -> None:
 
 
 def main() -> None:
-    """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage, 130 for Ctrl-C."""
+    """Runs `moe-ckpt`; exit code 0, 1 for a checkpoint that cannot be read, 2 for wrong usage, 130 for Ctrl-C.
+
+    Where `moe_ckpt.main` starts it, also 143 for SIGTERM.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as where a shell has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 from megatron.core.dist_checkpointing.moe.types import OperatorId
 
 from .chain import stacked_name, stacked_object_name
 from .dense_writer import DenseWriter
 from .integrity import damaged, identities, refuse_saved_again, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import COMMON, INDEX_BYTES, TRACKER, new_iteration_folder, read_beside
+from .names import COMMON, INDEX_BYTES, TRACKER, new_iteration_folder, read_beside, staging
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given the bytes that there are to do, a context with a function that takes bytes as they are done."""
@@ -57,17 +55,9 @@ def export_merged(source: Path | str, target: Path | str, watch: Watch = _unwatc
         # What is written gets checksums of its own, so this is the last place where damage can be told.
         if damage := damaged(sums, advance):
             raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
-        staging = root / f".{final.name}.merging"
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        try:
-            _write(merged, staging, advance)
+        with staging(final, "merging") as folder:
+            _write(merged, folder, advance)
             refuse_saved_again(before)
-            os.rename(staging, final)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    sync_directory(root)
     write_atomically(root / TRACKER, str(merged.chain.iteration).encode())
     return final
 

@@ -200,7 +200,7 @@ Identities = Mapping[Path, tuple[int, ...]]
 def identities(folders: Iterable[Path]) -> Identities:
     """Of all files of iterations that are about to be read. Raises UnreadableCheckpoint."""
     try:
-        found = {path: path.stat() for folder in folders for path in folder.iterdir()}
+        found = {path: path.stat() for folder in folders for path in folder.iterdir() if path.is_file()}
     except OSError as error:
         raise UnreadableCheckpoint(f"{error.filename} cannot be read ({error.strerror}); try again") from error
     kept = 5 if is_keyed() else 4  # where the result will be signed, also the time that no writer chooses

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, Us
 from ..dense.dense import DenseCheckpoint
 from ..dense.integrity import damaged, identities, refuse_saved_again, sums_of
 from ..dense.merged import open_alone
+from ..dense.names import refuse_existing, staging
 from .config import Config
 from .families import read_model, written_config
 from .folder import (
@@ -23,10 +24,8 @@ from .folder import (
     INDEX,
     SINGLE,
     carry,
-    published,
     read_config,
     read_weight_map,
-    refuse_existing,
     safetensors,
     sharding,
     unquantized,
@@ -120,11 +119,13 @@ def export(request: ExportRequest, watch: Watch) -> Exported:
     with watch(sum(saved.nbytes for saved in sums.values()) + sum(nbytes for _, nbytes in sizes)) as advance:
         if damage := damaged(sums, advance):
             raise UnreadableCheckpoint(f"{damage[0]}; restore the file or take another iteration")
-        with published(request.target) as staging:
+        with staging(request.target, "exporting") as target:
             for file, tensors in _shards(checkpoint, found, files):
-                write_shard(staging / file, tensors)
+                write_shard(target / file, tensors)
                 advance(sum(tensor.nbytes for tensor in tensors.values()))
-            _write_rest(staging, config, like, files, sum(nbytes for _, nbytes in sizes))
+            _write_rest(target, config, like, files, sum(nbytes for _, nbytes in sizes))
+            if odd := {path.name for path in target.glob("*.safetensors")} ^ set(files.values()):
+                raise UnreadableCheckpoint(f"{target} was changed while it was written ({min(odd)}); try again")
             refuse_saved_again(before)
     dtypes = sorted({str(place.dtype).removeprefix("torch.") for place in found.values()})
     return Exported(
@@ -206,12 +207,12 @@ def _shards(
         yield file, tensors
 
 
-def _write_rest(staging: Path, config: Config, like: Path | None, files: Mapping[str, str], nbytes: int) -> None:
+def _write_rest(target: Path, config: Config, like: Path | None, files: Mapping[str, str], nbytes: int) -> None:
     if like is not None:
-        carry(like, staging, config=True)
+        carry(like, target, config=True)
     if like is None or unquantized(config.values) != config.values:
-        write_json(staging / CONFIG, unquantized(config.values))
+        write_json(target / CONFIG, unquantized(config.values))
     if set(files.values()) == {SINGLE}:
-        (staging / INDEX).unlink(missing_ok=True)
+        (target / INDEX).unlink(missing_ok=True)
     elif like is None or read_weight_map(like) != files:
-        write_json(staging / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(files)})
+        write_json(target / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(files)})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 
 from ..dense.names import SUMS_BYTES, read_beside
 from .config import Config
@@ -220,47 +220,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-@contextmanager
-def published(target: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which becomes `target` when all of it is on the disk, or goes.
-
-    Raises UsageError where `target` exists, OSError.
-    """
-    refuse_existing(target)
-    staging = staged(target)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        for path in staging.iterdir():
-            _sync(path)
-        sync_directory(staging)
-        os.rename(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    sync_directory(target.parent)
-
-
-def refuse_existing(target: Path) -> None:
-    """Raises UsageError where a target is there already."""
-    if target.exists():
-        raise UsageError(f"{target} exists already; give another target or remove it")
-
-
-def staged(target: Path) -> Path:
-    """The hidden folder in which `target` is written."""
-    return target.with_name(f".{target.name}.exporting")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def carry(source: Path, target: Path, *, config: bool = False) -> None:
     """Copy the files of a tokenizer that are there. Raises OSError.
 
@@ -293,10 +252,13 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     library = safetensors()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         library.torch.save_file(whole, path, metadata={"format": "pt"})
     except library.SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
+    path.chmod(mode)  # safetensors renames a temporary file, which only its owner may read
 
 
 def sharding(sizes: Sequence[tuple[str, int]], most_bytes: int) -> dict[str, str]:

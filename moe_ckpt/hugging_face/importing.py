@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,15 +14,15 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, UsageError
-from megatron.core.dist_checkpointing.moe.storage.system import sync_directory, write_atomically
+from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 
 from ..dense.dcp_metadata import Chunk, ChunkExtent
 from ..dense.dense_writer import DenseWriter
-from ..dense.integrity import FORMAT_VERSION, MARK, seal
-from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker
+from ..dense.integrity import FORMAT_VERSION, MARK, identities, refuse_saved_again, seal
+from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker, staging
 from .exporting import BESIDE
 from .families import Model, read_model, scale_block
-from .folder import CONFIG, INDEX, Folder, carry, read_config, unquantized, write_json
+from .folder import CARRIED, CONFIG, INDEX, Folder, carry, read_config, unquantized, write_json
 from .saved import few
 from .weights import ExpertsOfLayer, Weight
 
@@ -48,6 +46,7 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
     """
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder: give one as save_pretrained writes it")
+    before = identities([source])
     config = read_config(source)
     model = read_model(config)
     if (positions := model.arguments.get("original_max_position_embeddings", 4096)) != 4096:
@@ -60,32 +59,34 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
         folder.unfuse(*model.experts)
     weights = list(model.weights())
     dtype = _check(folder, weights)
-    final, staging = _target(root)
-    with watch(sum(weight_bytes(folder, weight) for weight in weights)) as advance:
-        try:
-            _write(folder, model, dtype, staging, advance)
-            _carried(source, root)
-            os.rename(staging, final)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    sync_directory(root)
+    final = _release(root)
+    with (
+        watch(sum(weight_bytes(folder, weight) for weight in weights)) as advance,
+        staging(root / BESIDE, "importing", replaces=True) as carried,
+    ):
+        _carry(source, carried)
+        # Within: only who publishes the release replaces config and tokenizer.
+        with staging(final, "importing") as release:
+            _write(folder, model, dtype, release, advance)
+            refuse_saved_again(before)
     write_atomically(root / TRACKER, RELEASE.encode())
     return final, _arguments(model)
 
 
-def _target(root: Path) -> tuple[Path, Path]:
-    """The release to make, and the hidden folder for it. Raises UsageError."""
-    final, staging = root / RELEASE, root / f".{RELEASE}.importing"
+def _release(root: Path) -> Path:
+    """The release to make. Raises UsageError."""
+    final, kept = root / RELEASE, root / BESIDE
     try:
         named = read_tracker(root)
     except UnreadableCheckpoint as error:
         raise UsageError(f"{root} has checkpoints of its own ({error}); give an empty folder") from error
     if named is not None or final.exists():
         raise UsageError(f"{root} has checkpoints of its own ({named or RELEASE}); give an empty folder")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    return final, staging
+    known = (*CARRIED, CONFIG, INDEX)
+    other = next((path for path in kept.iterdir() if path.name not in known), None) if kept.is_dir() else None
+    if other is not None:
+        raise UsageError(f"{other} would be lost, as {kept} is replaced; move it, or give an empty folder")
+    return final
 
 
 def _check(folder: Folder, weights: list[Weight]) -> torch.dtype:
@@ -205,16 +206,12 @@ def _common(model: Model, dtype: torch.dtype) -> bytes:
     return content.getvalue()
 
 
-def _carried(source: Path, root: Path) -> None:
-    beside = root / BESIDE
-    beside.mkdir(exist_ok=True)
-    carry(source, beside, config=True)
+def _carry(source: Path, kept: Path) -> None:
+    carry(source, kept, config=True)
     config = read_config(source)
     if scale_block(config) is not None:  # what is exported from here is not
-        write_json(beside / CONFIG, unquantized(config.values))
-        (beside / INDEX).unlink(missing_ok=True)
-    if not (beside / CONFIG).is_file():
-        raise OSError(f"{beside / CONFIG} was not written")
+        write_json(kept / CONFIG, unquantized(config.values))
+        (kept / INDEX).unlink(missing_ok=True)
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -5,20 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig, add_flags
 from moe_ckpt.commands.flags import sections
 from moe_ckpt.commands.main import GROUPS, commands, main
+from moe_ckpt.dense.digest import digest_components
+from moe_ckpt.dense.integrity import seal
 
 if TYPE_CHECKING:
     from conftest import Content, Save
+
+    from moe_ckpt.dense.dense import DenseCheckpoint
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -63,6 +74,35 @@ def test_json_says_the_same_as_the_lines(output, content: Content, save: Save, t
     assert [(fact["component"], fact["digest"]) for fact in listed] == [
         tuple(line.rsplit(maxsplit=3)[:2]) for line in lines
     ]
+
+
+def test_a_checkpoint_with_a_changed_byte_has_no_digest(output, content: Content, save: Save, tmp_path: Path) -> None:
+    directory = save(content, tmp_path / "iter_0000012")
+    seal(directory)
+    assert output("digest", directory)[0] == 0
+    shard = next(directory.glob("*.distcp"))
+    flip(shard)
+    code, out, err = output("digest", directory)
+    assert (code, out) == (1, "")
+    assert f"{shard} is damaged: its checksum is" in err
+
+
+def test_a_checkpoint_that_is_saved_again_meanwhile_has_no_digest(
+    output, content: Content, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save(content, tmp_path / "iter_0000012")
+
+    def late(checkpoint: DenseCheckpoint) -> Any:
+        found = digest_components(checkpoint)
+        shutil.copytree(directory, tmp_path / "other")
+        shutil.rmtree(directory)
+        (tmp_path / "other").rename(directory)
+        return found
+
+    monkeypatch.setattr("moe_ckpt.dense.digest.digest_components", late)
+    code, out, err = output("digest", directory)
+    assert (code, out) == (1, "")
+    assert f"{directory} was saved again while it was read" in err
 
 
 def test_an_unreadable_checkpoint_is_one_line_and_exit_code_1(output, tmp_path: Path) -> None:

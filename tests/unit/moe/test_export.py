@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import verify_places
 
+from megatron.core.dist_checkpointing.moe.errors import UsageError
 from moe_ckpt.commands.main import main
 from moe_ckpt.dense import export
 from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.integrity import NAME, check
-from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.names import TRACKER, staging
 
 Convert = Callable[[Path, Path], tuple[int, str]]
 
@@ -118,3 +120,36 @@ def test_a_chain_is_converted_into_an_intact_checkpoint(convert: Convert, tmp_pa
     assert convert(root, out) == (0, "")
     assert check(out / "iter_0000036") == ()
     assert (out / TRACKER).read_text() == "36"
+
+
+def test_of_two_conversions_to_one_target_one_is_published_and_the_other_refused(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def late() -> None:
+        with staging(target, "merging") as folder:
+            (folder / "a").touch()
+            with staging(target, "merging") as first:
+                (first / "b").touch()
+            (folder / "c").touch()
+
+    with pytest.raises(UsageError, match="out exists already; give another target or remove it"):
+        late()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "b"]
+
+
+def test_a_killed_conversion_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    program = f"""
+import os, pathlib
+from moe_ckpt.megatron_core import skip_megatron_core
+skip_megatron_core()
+from moe_ckpt.dense.names import staging
+with staging(pathlib.Path({str(target)!r}), "merging") as folder:
+    (folder / "a").touch()
+    os._exit(1)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert [path.name for path in tmp_path.rglob("a")] == ["a"]
+    with staging(target, "merging") as folder:
+        (folder / "b").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "b"]

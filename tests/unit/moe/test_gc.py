@@ -57,7 +57,7 @@ from moe_ckpt.checkpoints.storage_gc import storage_gc_plan
 from moe_ckpt.checkpoints.windows import on_timeline, restorable, states, stored_snapshots, timelines
 from moe_ckpt.commands.gc import _freed
 from moe_ckpt.dense import chain, integrity
-from moe_ckpt.dense.names import FORMAT, TRACKER
+from moe_ckpt.dense.names import FORMAT, RELEASE, TRACKER, staging
 
 ROOT, RANKS = Path(__file__).parents[3], 2
 FIRST, SECOND = (attempt_name(1, "a"), 0), (attempt_name(2, "b"), 4)
@@ -631,6 +631,14 @@ def test_what_saves_left_unfinished_goes_and_iterations_stay_unless_asked(tmp_pa
     apply(plan)
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000012", "iter_0000024", TRACKER]
     assert not locate(str(root)).verify().findings
+
+
+@SAVES
+def test_a_half_converted_folder_goes_once_its_process_has_ended(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    with staging(root / RELEASE, "importing") as folder:
+        shutil.copytree(folder.parent, root / f".{RELEASE}.importing-of_a_killed_one")
+        assert freed(of_saves(root)) == [f".{RELEASE}.importing-of_a_killed_one"]
 
 
 @SAVES

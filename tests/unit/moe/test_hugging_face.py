@@ -699,6 +699,79 @@ def test_a_checkpoint_that_is_saved_again_while_it_is_exported_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
+def test_an_export_that_loses_a_file_meanwhile_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_ckpt.hugging_face import exporting
+
+    convert("--from", "hf", folder_of("mixtral", tmp_path / "folder"), tmp_path / "in")
+    monkeypatch.setattr(exporting, "write_shard", lambda path, tensors: None)
+    with pytest.raises(UnreadableCheckpoint, match=r"was changed while it was written \(model.safetensors\)"):
+        convert("--to", "hf", tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def test_all_files_of_an_export_have_the_same_permissions(tmp_path: Path) -> None:
+    convert("--from", "hf", folder_of("mixtral", tmp_path / "folder"), tmp_path / "in")
+    convert("--to", "hf", "--max-shard-size", "2KB", tmp_path / "in", tmp_path / "out")
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_a_folder_that_changes_while_it_is_imported_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_ckpt.hugging_face import importing
+
+    folder, write = folder_of("mixtral", tmp_path / "folder"), importing.write_atomically
+
+    def late(*arguments: Any) -> None:
+        change_weights(folder, lambda tensors: tensors[NORM].add_(1))
+        write(*arguments)
+
+    monkeypatch.setattr(importing, "write_atomically", late)
+    with pytest.raises(UnreadableCheckpoint, match="folder was saved again while it was read"):
+        convert("--from", "hf", folder, tmp_path / "in")
+    assert not list((tmp_path / "in").iterdir())
+
+
+def test_weights_are_imported_into_a_folder_within_their_own(tmp_path: Path) -> None:
+    folder = folder_of("mixtral", tmp_path / "folder")
+    (folder / "megatron").mkdir()
+    convert("--from", "hf", folder, folder / "megatron" / "in")
+    convert("--to", "hf", folder / "megatron" / "in", tmp_path / "out")
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+
+
+def test_an_import_keeps_no_tokenizer_of_an_earlier_one(tmp_path: Path) -> None:
+    folder, kept = folder_of("mixtral", tmp_path / "folder"), tmp_path / "in" / "hugging_face"
+    kept.mkdir(parents=True)
+    (kept / "merges.txt").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    convert("--from", "hf", folder, tmp_path / "in")
+    assert sorted(path.name for path in kept.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_files_of_others_in_the_folder_that_an_import_replaces_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    folder = folder_of("mixtral", tmp_path / "in" / "hugging_face")
+    with pytest.raises(UsageError, match=rf"hugging_face/{WEIGHTS} would be lost"):
+        convert("--from", "hf", folder, tmp_path / "in")
+    assert (folder / WEIGHTS).exists()
+
+
+def test_what_an_import_keeps_of_the_tokenizer_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, synced, sync = folder_of("mixtral", tmp_path / "folder"), set[str](), os.fsync
+    (folder / "tokenizer.json").write_text("{}")
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    convert("--from", "hf", folder, tmp_path / "in")
+    assert {path.name for path in (tmp_path / "in" / "hugging_face").iterdir()} <= synced
+
+
 def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     folder = folder_of("mixtral", tmp_path / "folder")
     convert("--from", "hf", folder, tmp_path / "in")

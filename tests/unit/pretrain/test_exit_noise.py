@@ -117,6 +117,32 @@ def test_an_interrupted_command_says_so_in_a_line(tmp_path: Path) -> None:
     assert said.strip() == "moe-ckpt: interrupted"
 
 
+def test_a_conversion_that_slurm_ends_leaves_nothing(tmp_path: Path) -> None:
+    program = f"""
+import pathlib, time, moe_ckpt
+moe_ckpt.refuse_unsupported_versions()
+import moe_ckpt.commands.main as commands
+from moe_ckpt.dense.names import staging
+def convert():
+    with staging(pathlib.Path({str(tmp_path / "out")!r}), "exporting"):
+        print("ready", flush=True)
+        time.sleep(60)
+commands.main = convert
+moe_ckpt.main()
+"""
+    started = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        assert started.stdout.readline() == "ready\n"
+        started.terminate()
+        said = started.stderr.read()
+    assert (started.returncode, said) == (143, "")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "start",
     [("-c", "from megatron.pretrain.standby.run import main; main()"), ("-m", "megatron.pretrain.launch")],
