@@ -107,6 +107,8 @@ def page(result: dict[str, Any]) -> list[str]:
         share = f"{statistics.mean(shares):.0%}" if shares else "no snapshots"
         told = (f"{plt(run):.2%}", share, f"{run['validation'][-1][1]:.4f}", f"{change(run, runs):+.2%}")
         lines.append(row(run["seed"], run["name"], len(run["recoveries"]), *told))
+    struck = [run for run in runs if run["recoveries"]]
+    lower = sum(change(run, runs) < 0 for run in struck)
     apart = (max(finals) - min(finals)) / statistics.mean(finals)
     return [
         *lines,
@@ -117,8 +119,9 @@ def page(result: dict[str, Any]) -> list[str]:
         f" faults, with other weights and other bytes to evaluate, are {apart:.2%} apart.",
         "",
         "One small model early in its training: an expert that lost a few updates catches up within a few iterations,"
-        " and after a fault other weights meet the same samples, so that small differences are chance. Faults are far"
-        " more frequent than on clusters, so that the PLT is large enough to see.",
+        f" and after a fault other weights meet the same samples. {lower} of {len(struck)} runs with faults end lower"
+        " than the one without; longer trainings do not ([campaign](accuracy-campaign.md)), so that this is no gain of"
+        " `pec`. Faults are far more frequent than on clusters, so that the PLT is large enough to see.",
     ]
 
 
