@@ -186,15 +186,16 @@ def staging(target: Path, doing: str, *, replaces: bool = False) -> Iterator[Pat
     for left in list(target.parent.iterdir()):
         if left.name.startswith(prefix):
             with suppress(OSError):
-                with _locked(left):  # while it is removed, too: its process may just begin, and waits
+                with _locked(left):
                     shutil.rmtree(left, ignore_errors=True)
                 left.rmdir()  # NFS keeps a name for an open file
     # What is renamed lies inside: the lock stays out of it, and it has the permissions of any new folder.
     around = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
-        with open(around / _LOCK, "w") as lock:
+        with open(around / "unlocked", "w") as lock:
             with suppress(OSError):  # a file system without locks: there nobody removes what others left
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(lock.name, around / _LOCK)  # found by others from now on, and held
             folder = around / "new"
             folder.mkdir()
             yield folder
@@ -206,7 +207,10 @@ def staging(target: Path, doing: str, *, replaces: bool = False) -> Iterator[Pat
             try:
                 os.rename(folder, target)
             except OSError:
-                refuse_existing(target)
+                if not replaces:
+                    refuse_existing(target)
+                with suppress(OSError):
+                    os.rename(around / "old", target)
                 raise
     finally:
         shutil.rmtree(around, ignore_errors=True)

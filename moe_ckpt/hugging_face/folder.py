@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,8 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         library.torch.save_file(whole, path, metadata={"format": "pt"})
     except library.SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
-    path.chmod(mode)  # safetensors renames a temporary file, which only its owner may read
+    with suppress(OSError):  # storage that has no modes
+        path.chmod(mode)  # safetensors renames a temporary file, which only its owner may read
 
 
 def sharding(sizes: Sequence[tuple[str, int]], most_bytes: int) -> dict[str, str]:

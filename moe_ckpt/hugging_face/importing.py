@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 from ..dense.dcp_metadata import Chunk, ChunkExtent
 from ..dense.dense_writer import DenseWriter
 from ..dense.integrity import FORMAT_VERSION, MARK, identities, refuse_saved_again, seal
-from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker, staging
+from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker, refuse_existing, staging
 from .exporting import BESIDE
 from .families import Model, read_model, scale_block
 from .folder import CARRIED, CONFIG, INDEX, Folder, carry, read_config, unquantized, write_json
@@ -62,12 +62,12 @@ def import_weights(source: Path, root: Path, watch: Watch) -> tuple[Path, dict[s
     final = _release(root)
     with (
         watch(sum(weight_bytes(folder, weight) for weight in weights)) as advance,
-        staging(root / BESIDE, "importing", replaces=True) as carried,
+        staging(final, "importing") as release,
     ):
-        _carry(source, carried)
-        # Within: only who publishes the release replaces config and tokenizer.
-        with staging(final, "importing") as release:
-            _write(folder, model, dtype, release, advance)
+        _write(folder, model, dtype, release, advance)
+        refuse_existing(final)  # or config and tokenizer of another one were replaced
+        with staging(root / BESIDE, "importing", replaces=True) as carried:
+            _carry(source, carried)
             refuse_saved_again(before)
     write_atomically(root / TRACKER, RELEASE.encode())
     return final, _arguments(model)

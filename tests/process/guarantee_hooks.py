@@ -163,7 +163,7 @@ def folders_of_their_own(folder: str) -> Iterator[None]:
 def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
     """The folder of persistent snapshots becomes a file at the end of `iteration`; retries come quickly."""
     from megatron.core.dist_checkpointing.moe.runtime.protected_session import ProtectedSession
-    from megatron.core.dist_checkpointing.moe.snapshot import persister
+    from megatron.core.dist_checkpointing.moe.snapshot import persisting
 
     original = ProtectedSession.on_state_consistent
 
@@ -175,6 +175,6 @@ def storage_vanishes(folder: str, iteration: int) -> Iterator[None]:
 
     with (
         mock.patch.object(ProtectedSession, "on_state_consistent", on_state_consistent),
-        mock.patch.object(persister, "FIRST_PAUSE_S", 0.05),
+        mock.patch.object(persisting, "RETRY_PAUSES_S", (0.05, 0.2)),
     ):
         yield

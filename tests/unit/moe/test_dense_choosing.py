@@ -114,12 +114,20 @@ def test_a_damaged_checkpoint_that_is_not_to_persist_gives_way_to_one_that_is(
 def test_what_was_asked_for_is_loaded_though_one_that_is_not_to_persist_is_newer(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path / "non_persistent", 3)
-    assert told(arguments(tmp_path, ckpt_step=2, non_persistent_ckpt_type="global")) == (2, None)
+    flags = {"ckpt_step": 2, "non_persistent_ckpt_type": "global"}
+    assert told(arguments(tmp_path, **flags, save=str(tmp_path))) == (2, None)
+    assert told(arguments(tmp_path, **flags)) == (2, "global")  # Megatron-LM's, which may be of this very training
 
 
 @pytest.mark.parametrize(
     ("tracked", "flags", "is_refused"),
-    [("2", {}, False), ("4", {}, True), ("4", {"no_load_optim": True}, False), ("4", {"finetune": True}, False)],
+    [
+        ("2", {}, False),
+        ("4", {}, True),
+        ("4", {"no_load_optim": True}, False),
+        ("4", {"finetune": True}, False),
+        ("4", {"load": None, "pretrained_checkpoint": "{root}"}, False),
+    ],
 )
 def test_weights_of_one_iteration_are_not_loaded_with_the_distributed_optimizer_of_another(
     tracked: str, flags: dict[str, Any], is_refused: bool, tmp_path: Path
@@ -129,6 +137,7 @@ def test_weights_of_one_iteration_are_not_loaded_with_the_distributed_optimizer_
     (tmp_path / "iter_0000002" / NAME).unlink()
     (tmp_path / "iter_0000002" / "mp_rank_00").mkdir()
     given = {"ckpt_step": 2, "ckpt_format": "torch", "use_distributed_optimizer": True, "finetune": False}
+    flags = {name: value and str(value).format(root=tmp_path) for name, value in flags.items()}
     args = arguments(tmp_path, **given | {"no_load_optim": None} | flags)
     said = f"--ckpt-step 2: of checkpoints of format torch .* names, {tracked}; write 2 there"
     with pytest.raises(UsageError, match=said) if is_refused else nullcontext():

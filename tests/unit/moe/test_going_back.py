@@ -22,7 +22,8 @@ def folder(root: Path) -> Path:
 
 
 def asked(root: Path, step: int = 2, **others: Any) -> Any:
-    return SimpleNamespace(**{"load": str(root), "save": f"{root}/", "ckpt_step": step} | others)
+    transient = {"non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None}
+    return SimpleNamespace(**transient | {"load": str(root), "save": f"{root}/", "ckpt_step": step} | others)
 
 
 def came_to(iteration: int, args: Any, *, loaded: bool = True) -> None:
@@ -33,7 +34,8 @@ def came_to(iteration: int, args: Any, *, loaded: bool = True) -> None:
 def step_of_next_start(root: Path, step: int = 2, job: str = "job", over: tuple[str, ...] = ()) -> int | None:
     args = asked(root, step)
     with one_rank():
-        going_back.follow_once(args, job, over.__contains__)
+        was_followed = going_back.was_followed_by(job, over.__contains__, args)
+    assert was_followed == (args.ckpt_step is None)
     found: int | None = args.ckpt_step
     return found
 
@@ -71,6 +73,18 @@ def test_the_next_start_of_that_job_does_not_go_back_again(tmp_path: Path, caplo
     assert step_of_next_start(tmp_path, step=4) == 4
     assert step_of_next_start(tmp_path, job="other") == 2
     assert step_of_next_start(tmp_path, job="other", over=("job",)) is None
+
+
+@pytest.mark.parametrize("place", [None, "elsewhere"])
+def test_checkpoints_that_are_not_to_persist_of_what_is_left_are_not_loaded_at_the_next_start(
+    place: str | None, tmp_path: Path
+) -> None:
+    transient = folder(tmp_path) / (place or "non_persistent")
+    transient.mkdir()
+    (transient / TRACKER).write_text("5")
+    where = None if place is None else str(transient)
+    came_to(2, asked(tmp_path, non_persistent_ckpt_type="global", non_persistent_global_ckpt_dir=where))
+    assert not (transient / TRACKER).exists()
 
 
 @pytest.mark.parametrize("content", ["", "2", "two job", "2 job more", "\0" * 1000])

@@ -141,14 +141,14 @@ def test_what_ranks_agreed_on_of_their_data_is_taken_over() -> None:
 
 def test_a_process_that_stays_loads_as_its_flags_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Core takes a pretrained checkpoint as with `--finetune`, and remembers that in `args`."""
-    args = argparse.Namespace(finetune=False, rerun_mode="disabled")
+    args = argparse.Namespace(finetune=False, ckpt_step=2, rerun_mode="disabled")
     loop = SimpleNamespace(get_args=lambda: args, get_timers=lambda: SimpleNamespace(_timers={}))
     monkeypatch.setattr(survivors, "get_model_config", lambda _: SimpleNamespace())
     monkeypatch.setattr(survivors.rerun, "_GLOBAL_RERUN_STATE_MACHINE", None)
     kept = KeptGlobals(loop, [object()])
-    args.finetune = True
+    args.finetune, args.ckpt_step = True, None
     kept.as_before_training()
-    assert args.finetune is False
+    assert (args.finetune, args.ckpt_step) == (False, 2)
 
 
 @pytest.fixture

@@ -255,25 +255,29 @@ def _sums(folder: Path, args: Any) -> Mapping[Path, FileSum] | None:
 def _candidates(args: Any, load_arg: str) -> list[_LoadChoice]:
     """What Megatron-LM would load, and what may be taken in its place, best first. Raises UsageError."""
     root, asked = _root(args, load_arg), getattr(args, "ckpt_step", None)
-    transient = _transient(args, root)
+    transient, without = _transient(args, root), {"non_persistent_ckpt_type": None}
     if root is not None and args.save is not None and root.resolve() == Path(args.save).resolve():
         with contextlib.suppress(OSError):  # then an older one is taken
             CheckpointDirectory(root).restore_replaced()
-    without = {"non_persistent_ckpt_type": None}
-    if asked:
-        return [] if root is None else [_asked(_LoadChoice(root, f"iter_{asked:07d}", without), args)]
-    found = [] if root is None else _tracked(CheckpointDirectory(root))
+        if asked and transient is not None:  # of a past that training leaves; elsewhere it may be this training's
+            return [_LoadChoice(root, f"iter_{asked:07d}", without)]
+    found: list[_LoadChoice] = []
+    if asked and root is not None:
+        found = [_LoadChoice(root, f"iter_{asked:07d}")]
+        _refuse_two_iterations(found[0], args)
+    elif root is not None:
+        found = _tracked(CheckpointDirectory(root))
     if transient is None or (found and _iteration(found[0].name) > _iteration(transient.name)):
         return found
     return [transient, *(_LoadChoice(each.root, each.name, {**each.settings, **without}) for each in found)]
 
 
-def _asked(choice: _LoadChoice, args: Any) -> _LoadChoice:
+def _refuse_two_iterations(choice: _LoadChoice, args: Any) -> None:
     """Raises UsageError where Megatron-LM would load the optimizer of another iteration."""
-    tracked = _tracker(choice.root) or ""
+    tracked, pretrained = _tracker(choice.root) or "", getattr(args, "pretrained_checkpoint", None)
     if (
         getattr(args, "use_distributed_optimizer", False)
-        and not (args.finetune or args.no_load_optim)
+        and not (args.finetune or args.no_load_optim or str(choice.root) == pretrained)
         and any(choice.folder.glob("mp_rank_0*"))
         and iteration_of(tracked) != args.ckpt_step
     ):
@@ -281,7 +285,6 @@ def _asked(choice: _LoadChoice, args: Any) -> _LoadChoice:
             f"--ckpt-step {args.ckpt_step}: of checkpoints of format torch Megatron-LM loads the distributed optimizer"
             f" of the iteration that {choice.root / TRACKER} names, {tracked}; write {args.ckpt_step} there"
         )
-    return choice
 
 
 def _tracked(directory: CheckpointDirectory) -> list[_LoadChoice]:

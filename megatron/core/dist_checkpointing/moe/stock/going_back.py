@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_ckpt.dense.names import INFORMING_BYTES, read_beside
+from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, read_beside
 
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.writing import on_rank_zero
@@ -25,24 +25,24 @@ RECORD = "moe_ckpt_went_back.txt"
 """Next to the tracker: the iteration, and the job."""
 
 
-def follow_once(args: Any, job: str, takes_over: Callable[[str], bool]) -> None:
-    """Leave out `--ckpt-step` where an earlier start has followed it. A collective: rank 0 looks.
+def was_followed_by(job: str, takes_over: Callable[[str], bool], args: Any) -> bool:
+    """Whether an earlier start has followed `--ckpt-step`; then `args` have none. A collective: rank 0 looks.
 
     Args:
-        args: Of Megatron-LM.
         job: This one's id.
         takes_over: Whether this job continues what another one stored.
+        args: Of Megatron-LM.
     """
-    root = _folder(args)
-    step, by = (0, "") if root is None else on_rank_zero(lambda: _record(root))
+    step, by, place = on_rank_zero(lambda: _record(args))
     if step != args.ckpt_step or not (by == job or takes_over(by)):
-        return
+        return False
     if dist.get_rank() == 0:
         log.warning(
-            "--ckpt-step %d was followed by an earlier start, of job %s: training goes on from its newest state; to go"
-            " back once more, remove %s", step, by, f"{root}/{RECORD}",
+            "--ckpt-step %d was followed by an earlier start, of job %s: training goes on from what was saved since; to"
+            " go back once more, remove %s", step, by, place,
         )  # fmt: skip
     args.ckpt_step = None
+    return True
 
 
 def came_to(iteration: int, args: Any, job: str, *, loaded: bool) -> None:
@@ -54,9 +54,8 @@ def came_to(iteration: int, args: Any, job: str, *, loaded: bool) -> None:
         job: This one's id.
         loaded: Whether it was loaded, and not restored from a snapshot.
     """
-    root = _folder(args)
-    if loaded and root is not None and iteration == args.ckpt_step:
-        on_rank_zero(lambda: _go_back(root, iteration, job))
+    if loaded and iteration == args.ckpt_step:
+        on_rank_zero(lambda: _go_back(args, iteration, job))
     elif not loaded and args.ckpt_step and dist.get_rank() == 0:
         log.warning(
             "--ckpt-step %d holds for the first start of a job: this one continues from its iteration %d",
@@ -70,18 +69,26 @@ def _folder(args: Any) -> Path | None:
     return Path(args.save) if same else None
 
 
-def _record(root: Path) -> tuple[int, str]:
+def _record(args: Any) -> tuple[int, str, str]:
+    """Iteration, job, and where that is written; 0 where it is not."""
+    root = _folder(args)
     try:
-        step, by = read_beside(root / RECORD, INFORMING_BYTES).decode(errors="replace").split()
-        return int(step), by
+        text = b"" if root is None else read_beside(root / RECORD, INFORMING_BYTES)
+        step, by = text.decode(errors="replace").split()
+        return int(step), by, f"{root}/{RECORD}"
     except (OSError, ValueError):
-        return 0, ""
+        return 0, "", ""
 
 
-def _go_back(root: Path, iteration: int, job: str) -> None:
+def _go_back(args: Any, iteration: int, job: str) -> None:
+    if (root := _folder(args)) is None:
+        return
     directory = CheckpointDirectory(root)
     try:
         directory.track(iteration)  # first: a flag that counts as followed needs a tracker of this training
+        if args.non_persistent_ckpt_type == "global":  # and none that is read before it
+            transient = Path(args.non_persistent_global_ckpt_dir or root / "non_persistent")
+            (transient / TRACKER).unlink(missing_ok=True)
         write_atomically(root / RECORD, f"{iteration} {job}\n".encode())
     except OSError as error:
         log.error("the next start goes back to iteration %d again: %s", iteration, error)

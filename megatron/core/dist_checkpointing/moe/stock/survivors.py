@@ -109,14 +109,15 @@ class KeptGlobals:
         self._loop, self._chunks = loop, chunks
         configs = {id(config): config for config in map(get_model_config, chunks)}.values()
         self._before = [(config, settings_of(config, _SET_BY_TRAIN)) for config in configs]
-        self._finetune = loop.get_args().finetune
+        args = loop.get_args()
+        self._flags = {"finetune": args.finetune, "ckpt_step": getattr(args, "ckpt_step", None)}
 
     def as_before_training(self) -> None:
         """Let `train` begin as it does in a process that was just built."""
         for config, before in self._before:
             vars(config).update(before)
-        # Core sets it where it has loaded a pretrained checkpoint, which a new process does not know.
-        self._loop.get_args().finetune = self._finetune
+        # Changed by what was loaded, which a new process does not know.
+        vars(self._loop.get_args()).update(self._flags)
         if vars(self._loop).get("_seqlen_stats_active", False):  # of packed sequences that are read again
             vars(self._loop)["_seqlen_stats_in_iteration"].zero_()
         prepare_chunks(self._chunks, self._loop.get_timers())
