@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.moe.stock.seams import Call
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode
 from moe_ckpt.dense.integrity import NAME, seal
 from moe_ckpt.dense.names import DOUBTFUL, TRACKER
+from moe_ckpt.dense.went_back import RECORD, line_of
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +243,22 @@ def test_a_checkpoint_with_stale_experts_or_without_what_flags_leave_out_lacks_w
     flags |= {name: value.format(folder=tmp_path) for name, value in flags.items() if name == "load"}
     told = newest_checkpoint(arguments(tmp_path, **{"save": str(tmp_path), **WHOLE, **flags}))
     assert (told.iteration, told.asked_for, told.lacks) == found
+
+
+def test_what_training_left_as_it_went_back_is_loaded_neither_for_a_damaged_checkpoint_nor_without_a_tracker(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 2, 4, 9)
+    (tmp_path / RECORD).write_text(line_of(tmp_path, 2, "job", (2, 4, 9)))
+    save(tmp_path, 6)
+    (tmp_path / TRACKER).write_text("")
+    assert newest_checkpoint(arguments(tmp_path, **WHOLE)).iteration == 6
+    damage(tmp_path / "iter_0000006")
+    assert told(arguments(tmp_path)) == (2, None)
+    (tmp_path / TRACKER).write_text("6")
+    assert told(arguments(tmp_path)) == (2, None)
+    (tmp_path / TRACKER).write_text("9")
+    assert told(arguments(tmp_path)) == (None, None)  # a user's
 
 
 @pytest.mark.parametrize(("step", "found"), [(2, 2), (3, -1)])

@@ -10,7 +10,9 @@ import pytest
 from stock_stand_in import one_rank
 
 from megatron.core.dist_checkpointing.moe.stock import going_back
+from moe_ckpt.dense.integrity import NAME
 from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.went_back import RECORD, left_in
 
 
 def folder(root: Path) -> Path:
@@ -69,7 +71,7 @@ def test_the_tracker_stays_where_training_does_not_go_back_in_its_own_folder(
 def test_the_next_start_of_that_job_does_not_go_back_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     came_to(2, asked(folder(tmp_path)))
     assert step_of_next_start(tmp_path) is None
-    assert f"to go back once more, remove {tmp_path}/{going_back.RECORD}" in caplog.text
+    assert f"to go back once more, remove {tmp_path}/{RECORD}" in caplog.text
     assert step_of_next_start(tmp_path, step=4) == 4
     assert step_of_next_start(tmp_path, job="other") == 2
     assert step_of_next_start(tmp_path, job="other", over=("job",)) is None
@@ -87,10 +89,24 @@ def test_checkpoints_that_are_not_to_persist_of_what_is_left_are_not_loaded_at_t
     assert not (transient / TRACKER).exists()
 
 
-@pytest.mark.parametrize("content", ["", "2", "two job", "2 job more", "\0" * 1000])
+def test_what_training_left_counts_until_a_save_takes_its_place(tmp_path: Path) -> None:
+    for iteration in (4, 6):
+        (folder(tmp_path) if iteration == 4 else tmp_path).joinpath(f"iter_{iteration:07d}", NAME).write_text("before")
+    came_to(2, asked(tmp_path))
+    assert left_in(tmp_path) == {4, 6}
+    (tmp_path / "iter_0000004" / NAME).write_text("saved again")
+    assert left_in(tmp_path) == {6}
+    (tmp_path / "iter_0000008").mkdir()
+    came_to(4, asked(tmp_path, step=4))
+    assert left_in(tmp_path) == {6, 8}
+    came_to(6, asked(tmp_path, step=6))
+    assert left_in(tmp_path) == {8}, "what training stands on is not left"
+
+
+@pytest.mark.parametrize("content", ["", "2", "two job", "2 job more", "2 job four=1", "\0" * 1000])
 def test_a_record_that_says_nothing_leaves_the_flag(content: str, tmp_path: Path) -> None:
-    (folder(tmp_path) / going_back.RECORD).write_text(content)
-    assert step_of_next_start(tmp_path) == 2
+    (folder(tmp_path) / RECORD).write_text(content)
+    assert (step_of_next_start(tmp_path), left_in(tmp_path)) == (2, frozenset())
 
 
 def test_a_snapshot_that_is_taken_in_place_of_what_was_asked_for_is_named(

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.moe.dense_saves.directory import TRACKER, CheckpointDirectory
 from moe_ckpt.dense.names import read_tracker
+from moe_ckpt.dense.went_back import RECORD, line_of
 
 
 @pytest.fixture
@@ -120,3 +121,14 @@ def test_a_tracker_that_a_killed_writer_left_empty_names_the_checkpoint_before_t
         tracker.write_text(text)
     directory.require_writable_tracker(9)
     assert (tracker.read_text() if tracker.exists() else None) == names
+
+
+def test_a_tracker_that_a_killed_writer_left_empty_names_nothing_that_training_left(
+    directory: CheckpointDirectory,
+) -> None:
+    for iteration in (3, 6):
+        publish(directory, iteration)
+    (directory.root / RECORD).write_text(line_of(directory.root, 3, "job", (3, 6)))
+    (directory.root / TRACKER).write_text("")
+    directory.require_writable_tracker(9)
+    assert (directory.root / TRACKER).read_text() == "3"

@@ -32,6 +32,7 @@ from moe_ckpt.dense.names import (
     read_beside,
     tracked_name,
 )
+from moe_ckpt.dense.went_back import left_in
 
 from ..core_versions.training import replaced
 from ..errors import StoreFailure, UnreadableCheckpoint, UsageError, format_error
@@ -289,7 +290,8 @@ def _refuse_two_iterations(choice: _LoadChoice, args: Any) -> None:
 
 def _tracked(directory: CheckpointDirectory) -> list[_LoadChoice]:
     """What the tracker names, and what is older. Nothing without a tracker, as Megatron-LM has it."""
-    root, iterations = directory.root, directory.iterations()
+    root, left = directory.root, left_in(directory.root)
+    iterations = [iteration for iteration in directory.iterations() if iteration not in left]
     text = _tracker(root)
     if text is None:
         return []

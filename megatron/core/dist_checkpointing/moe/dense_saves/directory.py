@@ -12,6 +12,7 @@ from typing import Literal
 
 from megatron.core.dist_checkpointing.moe.storage.system import make_folders, sync_directory, write_atomically
 from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, TRACKER
+from moe_ckpt.dense.went_back import left_in
 
 Step = int | Literal["release"]
 
@@ -122,7 +123,8 @@ class CheckpointDirectory:
         with suppress(FileNotFoundError):
             os.close(os.open(tracker, os.O_WRONLY | os.O_NONBLOCK))
             if not tracker.stat().st_size:
-                older = next((one for one in self.iterations() if one < iteration), None)
+                left = left_in(self.root)
+                older = next((one for one in self.iterations() if one < iteration and one not in left), None)
                 tracker.unlink() if older is None else self.track(older)
 
     def discard(self, iteration: int) -> None:

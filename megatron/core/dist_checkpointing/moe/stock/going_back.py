@@ -13,16 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, read_beside
+from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.went_back import RECORD, WentBack, line_of, went_back
 
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.writing import on_rank_zero
 from ..storage.system import write_atomically
 
 log = logging.getLogger(__name__)
-
-RECORD = "moe_ckpt_went_back.txt"
-"""Next to the tracker: the iteration, and the job."""
 
 
 def was_followed_by(job: str, takes_over: Callable[[str], bool], args: Any) -> bool:
@@ -33,7 +31,7 @@ def was_followed_by(job: str, takes_over: Callable[[str], bool], args: Any) -> b
         takes_over: Whether this job continues what another one stored.
         args: Of Megatron-LM.
     """
-    step, by, place = on_rank_zero(lambda: _record(args))
+    step, by, place = on_rank_zero(lambda: _followed(args))
     if step != args.ckpt_step or not (by == job or takes_over(by)):
         return False
     if dist.get_rank() == 0:
@@ -69,15 +67,11 @@ def _folder(args: Any) -> Path | None:
     return Path(args.save) if same else None
 
 
-def _record(args: Any) -> tuple[int, str, str]:
+def _followed(args: Any) -> tuple[int, str, str]:
     """Iteration, job, and where that is written; 0 where it is not."""
     root = _folder(args)
-    try:
-        text = b"" if root is None else read_beside(root / RECORD, INFORMING_BYTES)
-        step, by = text.decode(errors="replace").split()
-        return int(step), by, f"{root}/{RECORD}"
-    except (OSError, ValueError):
-        return 0, "", ""
+    found = WentBack() if root is None else went_back(root)
+    return found.iteration, found.job, f"{root}/{RECORD}"
 
 
 def _go_back(args: Any, iteration: int, job: str) -> None:
@@ -89,11 +83,10 @@ def _go_back(args: Any, iteration: int, job: str) -> None:
         if args.non_persistent_ckpt_type == "global":  # and none that is read before it
             transient = Path(args.non_persistent_global_ckpt_dir or root / "non_persistent")
             (transient / TRACKER).unlink(missing_ok=True)
-        write_atomically(root / RECORD, f"{iteration} {job}\n".encode())
+        line = line_of(root, iteration, job, directory.iterations())
+        write_atomically(root / RECORD, line.encode())
     except OSError as error:
         log.error("the next start goes back to iteration %d again: %s", iteration, error)
-    if left := [str(one) for one in directory.iterations() if one > iteration]:
-        log.warning(
-            "training goes back to iteration %d: %s in %s are left, and replaced by saves of the same number; only"
-            " --ckpt-step loads them", iteration, ", ".join(reversed(left)), root,
-        )  # fmt: skip
+    if left := sorted(one for one in directory.iterations() if one > iteration):
+        says = "training goes back to iteration %d: %s in %s are left, and only --ckpt-step loads them"
+        log.warning(says, iteration, ", ".join(map(str, left)), root)
