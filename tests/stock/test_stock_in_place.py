@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hybrid_model import hybrid_shape
 from slot_process import check_survivors, survivors
-from stock_jobs import FOUR, SHARED, TENSOR_PARALLEL, Records, Shape, StockJob
+from stock_jobs import FOUR, FULL, SHARED, TENSOR_PARALLEL, Records, Shape, StockJob
 from world import HANG_TIMEOUT_S, RECOVERY_TIMEOUT_S, ROOT, run_to_end
 
 pytestmark = pytest.mark.ci
@@ -109,6 +109,18 @@ def test_survivors_keep_process_and_weights_where_they_are_and_every_bit_is_equa
     slots, _ = struck(job, strategy, faults)
     check_survivors(slots, shape.ranks, [{int(fault.split("@")[0])} for fault in faults.split()])
     assert job.records() == undisturbed(shape)
+
+
+def test_survivors_of_a_job_that_went_back_go_on_with_new_ranks_that_read_the_same_flags(
+    new_job: NewJob, tmp_path: Path
+) -> None:
+    new_job(STAGES).run(*FULL, "--save", tmp_path, "--save-interval", 1, "--exit-interval", 3)
+    asked, job = new_job(STAGES), new_job(STAGES)
+    asked.run(*FULL, "--load", tmp_path, "--ckpt-step", 2)
+    back = ("--load", str(tmp_path), "--save", str(tmp_path), "--save-interval", "9", "--ckpt-step", "2")
+    slots, _ = struck(job, "full", "1@5:forward-backward 0@6:step", more=back)
+    check_survivors(slots, 2, [{1}, {0}])
+    assert job.records() == asked.records()
 
 
 @full

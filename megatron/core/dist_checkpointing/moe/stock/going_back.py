@@ -80,7 +80,7 @@ def _go_back(args: Any, iteration: int, job: str) -> None:
     directory = CheckpointDirectory(root)
     try:
         directory.track(iteration)  # first: a flag that counts as followed needs a tracker of this training
-        if args.non_persistent_ckpt_type == "global":  # and none that is read before it
+        if getattr(args, "non_persistent_ckpt_type", None) == "global":  # and none that is read before it
             transient = Path(args.non_persistent_global_ckpt_dir or root / "non_persistent")
             (transient / TRACKER).unlink(missing_ok=True)
         line = line_of(root, iteration, job, directory.iterations())
