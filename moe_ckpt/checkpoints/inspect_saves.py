@@ -13,11 +13,11 @@ from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense.chain import Chain, read_chain
 from moe_ckpt.dense.components import OBJECT_RULES, TENSOR_RULES, component_of, in_order
 from moe_ckpt.dense.integrity import NAME as INTEGRITY
-from moe_ckpt.dense.names import COMMON, ITERATION, TRACKER
+from moe_ckpt.dense.names import COMMON, ITERATION, RELEASE, TRACKER
 from moe_ckpt.report import Fact, Report, Table, table
 
 from .location import Inspection, age_of
-from .saved_iterations import SavedIteration, saved_iteration, saved_iterations, tracked
+from .saved_iterations import SavedIteration, nothing_tracked, saved_iteration, saved_iterations, tracked
 
 if TYPE_CHECKING:
     from moe_ckpt.dense.dense import DenseCheckpoint
@@ -34,7 +34,7 @@ _DEGREES = (
 
 
 def saves_report(root: Path, now_s: float) -> Inspection:
-    """A --save folder; a problem is why its newest iteration cannot be read.
+    """A --save folder; a problem is why its newest iteration cannot be read, or why a job does not look for it.
 
     Raises UnreadableCheckpoint for a folder without iterations.
 
@@ -51,6 +51,7 @@ def saves_report(root: Path, now_s: float) -> Inspection:
     if newest is None:
         why = f"{root}: none of its {len(found)} iterations is whole: there is nothing to restore from"
     else:
+        why = nothing_tracked(root, RELEASE if newest.iteration is None else str(newest.iteration))
         try:
             facts, tables = _content(newest, now_s)
         except UnreadableCheckpoint as error:
@@ -81,9 +82,9 @@ def iteration_report(folder: Path, now_s: float) -> Inspection:
 
 
 def _newest(root: Path, found: tuple[SavedIteration, ...]) -> SavedIteration | None:
-    """The one that is loaded: that which the tracker names, else the newest whole one, not newer than the tracker's."""
+    """The one that is loaded: the tracker's, else the newest whole one, not newer than the tracker's."""
     last = ITERATION.fullmatch(tracked(root))
-    whole = [saved for saved in found if saved.is_complete]
+    whole = [saved for saved in found if saved.is_complete and not saved.left]
     named = next((saved for saved in whole if saved.tracked), None)
     older = [saved for saved in whole if not last or (saved.iteration is not None and saved.iteration <= int(last[1]))]
     return named or next(reversed(older), None)

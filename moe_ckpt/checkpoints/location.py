@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.core.dist_checkpointing.moe.errors import UsageError
+from megatron.core.dist_checkpointing.moe.storage.lease import refuse_writer, writer_of
 from moe_ckpt.dense.integrity import Advance, Damage, unwatched
 
 from .files import disk_bytes, length_bytes
@@ -278,13 +279,24 @@ class GcLimits:
             return f"something was written here {age_s:.0f} s ago: a job may be running"
         return ""
 
-    def applied(self, items: list[GcItem], written_s: float | None, writer: str = "") -> tuple[GcItem, ...]:
+    def applied(self, items: list[GcItem], written_s: float | None, place: str) -> tuple[GcItem, ...]:
         """The items, all of which are kept while a job has a lease, or where the last write was too short a time ago.
+
+        Whether a job has one is asked again by each before it goes: to make the plan may have taken an hour.
 
         Args:
             items: What could be freed, and what stays in any case.
             written_s: Time of the last write to the place, in seconds since 1970; None: not known.
-            writer: Why a job may be writing there, as a sentence (`writer_of`); empty: no job has a lease.
+            place: The folder or URL.
         """
-        fresh = writer or self.too_fresh(written_s)
-        return tuple(item.kept(fresh) if fresh and item.remove else item for item in items)
+        fresh = writer_of(place) or self.too_fresh(written_s)
+        going = (item.remove and partial(_remove_unless_written, place, item.remove) for item in items)
+        return tuple(
+            item.kept(fresh) if fresh and remove else replace(item, remove=remove)
+            for item, remove in zip(items, going, strict=True)
+        )
+
+
+def _remove_unless_written(place: str, remove: Callable[[], None]) -> None:
+    refuse_writer(place)
+    remove()

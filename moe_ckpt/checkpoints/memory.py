@@ -2,7 +2,8 @@
 
 All of it works beside a running job: a snapshot is held for no longer than some of its records are read, and what the
 job frees meanwhile is no damage. What a job left in memory may be the newest state that it has, and a restart takes
-it. So its folder is freed only if no snapshot is in it, or the user says that the job will not be resumed.
+it. So its folder is freed only if neither a snapshot nor the note of a diverged replay is in it, or the user says that
+the job will not be resumed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from .slots import Slot, slots
 
 if TYPE_CHECKING:
     from moe_ckpt.report import Report
+
+_DIVERGED = "diverged.json"
+"""As `recovery.exactness` has it, which brings torch in."""
 
 
 class MemoryLocation(CheckpointLocation):
@@ -168,15 +172,19 @@ def _judged(seen: Sequence[_VerifiedSlot]) -> _JudgedJob:
 
 @dataclass(frozen=True)
 class _LeftSnapshots:
-    """What is sealed by its name. newest: iteration of the newest one that can be read; newer: of a later version."""
+    """What is sealed by its name. newest: iteration of the newest one that can be read; newer: of a later version.
+    noted: a replay diverged, which a restart must not try again."""
 
     newest: int | None
     unread: int
     newer: bool
+    noted: bool
 
     def __str__(self) -> str:
         if self.unread:
             return "snapshots that this version cannot read are left"
+        if self.noted and self.newest is None:
+            return "only a note of a diverged replay is left"
         return "no snapshot is left" if self.newest is None else f"snapshots up to iteration {self.newest} are left"
 
 
@@ -198,6 +206,8 @@ def _gc_item(folder: Path, held: Sequence[Slot], limits: GcLimits) -> GcItem:
         return item.kept(fresh)
     if left.newest is not None or left.unread:
         return item.kept(f"a restart of the job can continue from it; --ended {job} if there will be none")
+    if left.noted:
+        return item.kept(f"a restart of the job needs it; --ended {job} if there will be none")
     return item
 
 
@@ -211,7 +221,7 @@ def _left(held: Sequence[Slot]) -> _LeftSnapshots:
                 newer |= is_newer
                 unread += iteration is None
                 newest = iteration if newest is None else max(newest, iteration or 0)
-    return _LeftSnapshots(newest, unread, newer)
+    return _LeftSnapshots(newest, unread, newer, any(os.path.lexists(slot.directory / _DIVERGED) for slot in held))
 
 
 def _read(manifest: Path) -> tuple[int | None, bool]:

@@ -138,7 +138,8 @@ class PersistUrl(PersistDir):
             return int(self._files.du(self._root))
 
     def disk_bytes(self, path: str) -> int:
-        return int(self._files.du(path))
+        with remote(self.place):
+            return int(self._files.du(path))
 
     def copied_to(self, folder: Path, snapshots: Sequence[SnapshotId]) -> str:
         """As `PersistDir.copied_to`, by copies, which a job reads as a URL again, as their files are named for one."""

@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain, says_partial
-from moe_ckpt.dense.names import FORMAT, INDEX, ITERATION, RELEASE, STAGED, moved_aside, published, read_tracker
+from moe_ckpt.dense.names import (
+    FORMAT,
+    INDEX,
+    INFORMING_BYTES,
+    ITERATION,
+    RELEASE,
+    STAGED,
+    TRACKER,
+    moved_aside,
+    published,
+    read_beside,
+    read_tracker,
+)
+from moe_ckpt.dense.went_back import left_in
 
 COMPLETE, UNREADABLE = "complete", "not readable now"
 LISTINGS = 8
@@ -24,6 +37,7 @@ class SavedIteration:
 
     iteration: None for a release, which has none. written_s: when its last file was, in seconds since 1970.
     state: COMPLETE as far as names say, or what is wrong with it. needs: older iterations that hold experts for it.
+    left: training went back before it with --ckpt-step, and the tracker names another one.
     """
 
     folder: Path
@@ -34,6 +48,7 @@ class SavedIteration:
     needs: tuple[int, ...]
     tracked: bool
     has_integrity: bool
+    left: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -51,11 +66,12 @@ def saved_iterations(root: Path) -> tuple[SavedIteration, ...]:
 
 def _listed(root: Path) -> tuple[SavedIteration, ...]:
     tracker = tracked(root)
+    left = left_names(root, tracker)
     found = []
     for path in sorted(root.iterdir()):
         match = ITERATION.fullmatch(path.name) or STAGED.fullmatch(path.name)
         if path.is_dir() and (match or path.name == RELEASE):
-            found.append(saved_iteration(path, path.name == tracker))
+            found.append(replace(saved_iteration(path, path.name == tracker), left=path.name in left))
     return tuple(sorted(found, key=lambda saved: (saved.iteration or 0, saved.folder.name)))
 
 
@@ -91,6 +107,36 @@ def tracked(root: Path) -> str:
         if isinstance(error.__cause__, OSError):
             raise
         return ""
+
+
+def left_names(root: Path, tracker: str) -> frozenset[str]:
+    """The folders of iterations that training left when it went back with `--ckpt-step`: a job passes by them.
+
+    Args:
+        root: The `--save` folder.
+        tracker: The folder that its tracker names, which is loaded all the same; empty: none.
+    """
+    return frozenset(f"iter_{number:07d}" for number in left_in(root)) - {tracker}
+
+
+def nothing_tracked(root: Path, newest: str) -> str:
+    """Why a job loads nothing from a --save folder, and what to do; empty where its tracker names an iteration, and
+    where it is empty: that counts as lost, and a job takes the newest iteration.
+
+    Args:
+        root: The `--save` folder.
+        newest: What a tracker says of the newest whole iteration in it; empty: none is known.
+    """
+    do = f"; write {newest} into {TRACKER}" * bool(newest)
+    try:
+        if read_tracker(root) is None:
+            return f"{root / TRACKER} is missing, so a job finds nothing to load{do}"
+    except UnreadableCheckpoint as error:
+        with suppress(OSError):
+            if not read_beside(root / TRACKER, INFORMING_BYTES).strip():
+                return ""
+        return f"{error}, so a job refuses it{do}"
+    return ""
 
 
 def _state_of(folder: Path, names: Sequence[str]) -> tuple[str, tuple[int, ...]]:

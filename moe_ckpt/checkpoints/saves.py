@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.moe.errors import (
     UnreadableCheckpoint,
     UsageError,
 )
-from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.integrity import Advance, unwatched
@@ -31,7 +30,7 @@ from .files import last_written_s
 from .inspect_saves import iteration_report, saves_report
 from .location import A_LINK, OUTLIVED, CheckpointLocation, GcItem, GcLimits, GcPlan, Inspection, LocationKind, Verified
 from .recognition import UNSUPPORTED, is_of_torch_alone, is_unsupported, recognize
-from .saved_iterations import UNREADABLE, SavedIteration, saved_iterations, tracked
+from .saved_iterations import UNREADABLE, SavedIteration, nothing_tracked, saved_iterations, tracked
 
 if TYPE_CHECKING:
     from moe_ckpt.checkpoints.values import StateView
@@ -111,7 +110,7 @@ class SavesLocation(DenseLocation):
                 items.append(_gc_item(saved, f"it is {saved.state}: what was doing that has ended", goes=True))
         half = (path for path in sorted(self.path.iterdir()) if _CONVERTED.fullmatch(path.name) and is_abandoned(path))
         items += [GcItem.left_over(path, "it is half-converted") for path in half]
-        return GcPlan(limits.applied(items, last_written_s(self.path), writer_of(self.place)), newest)
+        return GcPlan(limits.applied(items, last_written_s(self.path), self.place), newest)
 
 
 def _unjudged(saved: SavedIteration) -> str:
@@ -139,12 +138,15 @@ def _judged(
         return newest.folder.name if newest else "", items
     intact = next((number for number in reversed(loadable) if _is_intact(loadable[number].folder, advance)), None)
     if intact is None:
-        return "", [_gc_item(saved, "no iteration here is certainly intact") for saved in published]
+        why = nothing_tracked(root, "") or "no iteration here is certainly intact"
+        return "", [_gc_item(saved, why) for saved in published]
     last = {*list(loadable)[-limits.keep_last :], intact}
     unknown = {saved.iteration: why for saved in published for why in [_unjudged(saved)] if why}
     # What is newer than the intact one stays, and so does what it needs, though the tracker does not name it yet.
     staying = [
-        saved for saved in published if saved.iteration is None or saved.iteration > intact or saved.iteration in last
+        saved
+        for saved in published
+        if saved.iteration is None or saved.left or saved.iteration > intact or saved.iteration in last
     ]
     needed = {number for saved in staying for number in saved.needs}
     after = max((number for number in unknown if number is not None), default=-1)
@@ -156,6 +158,8 @@ def _judged(
             return _gc_item(saved, f"it is among the newest {limits.keep_last}, or the newest one that is intact")
         if saved.iteration in needed:
             return _gc_item(saved, "it holds experts for one that is kept")
+        if saved.left:
+            return _gc_item(saved, "training went back before it with --ckpt-step; remove it by hand")
         if saved.iteration is None or saved.iteration > intact:
             return _gc_item(saved, f"no older one than iteration {intact} goes: that is the newest one that is intact")
         if saved.iteration < after:
@@ -169,12 +173,13 @@ def _judged(
 
 
 def _loadable(root: Path, published: Sequence[SavedIteration]) -> dict[int, SavedIteration]:
-    """By iteration, oldest first, those that a job would load: complete by their names and announced."""
+    """By iteration, oldest first, those that a job would load: complete by their names, announced and not left."""
     named = tracked(root)
     last = ITERATION.fullmatch(named)
-    if named and last is None:
+    if (named and last is None) or nothing_tracked(root, ""):
         return {}
-    complete = {saved.iteration: saved for saved in published if saved.iteration is not None and saved.is_complete}
+    whole = (saved for saved in published if saved.is_complete and not saved.left)
+    complete = {saved.iteration: saved for saved in whole if saved.iteration is not None}
     return {number: saved for number, saved in complete.items() if last is None or number <= int(last[1])}
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.moe.config import MoECheckpointConfig
 from megatron.core.dist_checkpointing.moe.errors import NewerFormat, UnreadableCheckpoint, WrongSecret
 from megatron.core.dist_checkpointing.moe.policy.lineage import FORGOTTEN, Lineage
-from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, Torn
-from megatron.core.dist_checkpointing.moe.storage.lease import writer_of
+from megatron.core.dist_checkpointing.moe.ports import Json, SnapshotId, Store, StoreFailure, Torn
+from megatron.core.dist_checkpointing.moe.storage.lease import refuse_writer
 from megatron.core.dist_checkpointing.moe.types import OperatorId, Part
 from moe_ckpt.checkpoints.windows import (
     RestorableState,
@@ -89,8 +89,8 @@ def storage_gc_plan(persist_dir: PersistDir, limits: GcLimits, advance: Advance)
         *(_torn_item(persist_dir, found, why, retained, has_strangers) for found, why in torn),
         *(GcItem.left_over(path, "it was being deleted when its process ended") for path in persist_dir.half_deleted()),
     ]
-    written_s, writer = persist_dir.last_written_s(), writer_of(persist_dir.place)
-    return GcPlan(limits.applied(items, written_s, writer), str(retained.intact) if retained else "", notes)
+    judged = limits.applied(items, persist_dir.last_written_s(), persist_dir.place)
+    return GcPlan(judged, str(retained.intact) if retained else "", notes)
 
 
 def _read(store: Store, sealed: Sequence[SnapshotId]) -> tuple[list[StoredSnapshot], list[str]]:
@@ -185,15 +185,20 @@ def _sealed_items(
     for (last, first, kind, reason, goes), members in sorted(groups.items()):
         span = f"iteration {last}" if first == last else f"iterations {first} to {last}"
         count = f"{len(members)} snapshots" if len(members) > 1 else "1 snapshot"
-        remove = partial(_free, persist_dir.store, [stored.snapshot for stored in members]) if goes else None
+        remove = partial(_free, persist_dir, [stored.snapshot for stored in members]) if goes else None
         nbytes = sum(stored.nbytes for stored in members)
         items.append(GcItem(f"{span}: {count} ({kind})", nbytes, reason, remove))
     return items
 
 
-def _free(store: Store, snapshots: Collection[SnapshotId]) -> None:
+def _free(persist_dir: PersistDir, snapshots: Collection[SnapshotId]) -> None:
+    """Raises StoreFailure also where a snapshot is free, and its bytes are not, as on NFS while somebody reads it."""
+    before = persist_dir.half_deleted()
     for snapshot in snapshots:
-        store.free(snapshot)
+        refuse_writer(persist_dir.place)
+        persist_dir.store.free(snapshot)
+    if left := [path for path in persist_dir.half_deleted() if path not in before]:
+        raise StoreFailure(f"{left[0]} could not be deleted, and takes space until it can be")
 
 
 def _judged(stored: StoredSnapshot, retained: RetainedState | None, limits: GcLimits) -> tuple[str, bool]:
@@ -237,10 +242,10 @@ def _torn_item(
     nbytes = persist_dir.disk_bytes(torn.path)
     if is_unsealed(torn):
         # A folder under a name that no snapshot has; in an object store the name is the snapshot's.
-        remove = partial(persist_dir.store.free, torn.snapshot) if torn.unsealed else partial(shutil.rmtree, torn.path)
+        remove = partial(_free, persist_dir, [torn.snapshot]) if torn.unsealed else partial(shutil.rmtree, torn.path)
         item, stays = GcItem(f"{torn.snapshot}, never sealed", nbytes, NEVER_COMPLETED, remove), ""
     else:
-        item = GcItem(f"{torn.snapshot}, damaged", nbytes, torn.why, partial(persist_dir.store.free, torn.snapshot))
+        item = GcItem(f"{torn.snapshot}, damaged", nbytes, torn.why, partial(_free, persist_dir, [torn.snapshot]))
         stays = unjudged or _why_damaged_stays(torn, retained, has_strangers)
     if persist_dir.is_link(Path(torn.path).name):
         stays = A_LINK

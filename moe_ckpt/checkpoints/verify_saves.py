@@ -14,6 +14,7 @@ from moe_ckpt.dense.merged import open_merged
 from moe_ckpt.dense.names import ITERATION, RELEASE, STAGED, TRACKER, moved_aside, published, read_tracker
 
 from .location import Checked, Finding, Verified
+from .saved_iterations import left_names, nothing_tracked
 
 LISTINGS = 8
 """So often a folder is listed again for what a job has published meanwhile; a slow reader may never catch up."""
@@ -51,19 +52,26 @@ def verify_saves(root: Path, advance: Advance) -> Verified:
     folders = [path for path in sorted(broken) if path.is_dir()]  # a job that runs removes older ones meanwhile
     checked = {path: results[path] for path in folders}
     tracked, problem = _tracked(root)
-    findings = [*(finding for path in folders for finding in broken[path]), *problem]
+    findings = [finding for path in folders for finding in broken[path]]
     # What is newer than the tracker says was never announced, or is of a run that was left: nothing loads it by itself.
-    newer = [path for path in folders if tracked is not None and _number(path.name) > _number(tracked)]
-    loadable = [path for path in folders if path not in newer and not broken[path]]
+    unannounced = [path for path in folders if tracked is not None and _number(path.name) > _number(tracked)]
+    names = left_names(root, tracked or "")
+    behind = [path for path in folders if path.name in names]
+    newer = [path for path in unannounced if path not in behind]
+    loadable = [path for path in folders if path not in (*newer, *behind) and not broken[path]]
     whole = [path for path in loadable if not _damaged(path, checked)]
-    if not whole:
+    newest = max(whole, key=lambda path: _number(path.name), default=None)
+    unnamed = nothing_tracked(root, _named(newest).removeprefix("iteration ") if newest else "")
+    findings += [Finding(str(root / TRACKER), unnamed)] if unnamed else problem
+    if newest is None:
         findings.append(Finding(str(root), "there is nothing to restore from: no iteration is whole"))
     left = sorted(path for path in root.iterdir() if STAGED.fullmatch(path.name) and path not in folders)
     aside = [path for path in folders if STAGED.fullmatch(path.name)]
     notes = [f"{path} was to be replaced by a save that did not finish: the next start publishes it" for path in aside]
     notes += [f"{path} was left by a save that did not finish, or is being written" for path in left]
     notes += [f"{path} is newer than {TRACKER} says: it is loaded only if it is asked for" for path in newer]
-    restores = _named(max(whole, key=lambda path: _number(path.name))) if whole else ""
+    notes += [f"{path} was left when training went back with --ckpt-step: only that loads it" for path in behind]
+    restores = _named(newest) if newest and not unnamed else ""
     return Verified.of_parts(checked.values(), findings, notes, restores)
 
 
@@ -170,7 +178,7 @@ def _read(checkpoint: DenseCheckpoint, misnamed: tuple[Finding, ...], advance: A
 
 
 def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:
-    """The folder that the tracker names, None if it names none, and what is wrong with it."""
+    """The folder that the tracker names, None if it names none, and what is wrong with one that is there."""
     path = root / TRACKER
     try:
         name = read_tracker(root)
@@ -178,8 +186,6 @@ def _tracked(root: Path) -> tuple[str | None, tuple[Finding, ...]]:
             name = read_tracker(root)  # a job that runs may have continued, and removed what was named before
     except UnreadableCheckpoint as error:
         return None, (Finding(str(path), str(error)),)
-    if name is None:
-        return None, (Finding(str(path), "it is missing, so stock Megatron finds nothing to load"),)
-    if not (root / name).is_dir() and name not in moved_aside(root):
+    if name is not None and not (root / name).is_dir() and name not in moved_aside(root):
         return name, (Finding(str(path), f"it names {name}, which is not there"),)
     return name, ()

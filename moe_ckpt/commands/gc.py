@@ -31,9 +31,9 @@ Jobs tidy up after themselves. What they leave is what a killed one could not fr
     storage   snapshots and windows that newer ones supersede; those of a way that training left when it went back to
               an older state; what was never sealed. --keep-last N states stay, by default as many as the job was told.
     --save    what a save or a conversion left unfinished, and with --keep-last N older iterations. Those that hold
-              experts for a kept one stay.
-    memory    jobs without a process on this node. Where snapshots are left, a restart of the job can continue from
-              them, so they go only with --ended JOB.
+              experts for a kept one stay, the ones that --ckpt-step left, and all where the tracker names none.
+    memory    jobs without a process on this node. A restart of the job needs the snapshots, and the notes of
+              replays that diverged, that are left: they go only with --ended JOB.
 
 Never freed are: anything of a running job, which is known by its processes in memory, and elsewhere by something
 written less than --idle ago; the newest state that can be restored, of which every byte is read first, and what is

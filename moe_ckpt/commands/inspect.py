@@ -33,8 +33,8 @@ after --tensors chooses by name, so give PLACE first.
 "whole" means that names and manifests fit together; moe-ckpt verify reads every byte. The copies of an operator are the
 places that have the newest state of all its shards. A job's memory on other nodes cannot be seen from this one.
 
-Exit codes: 0 PLACE was understood; 1 what is there is damaged, half-written, of another framework or of a newer
-version, and a line says so; 2 wrong usage, such as a place that does not exist.
+Exit codes: 0 PLACE was understood; 1 what is there is damaged, half-written, without a tracker, of another framework or
+of a newer version, and a line says so; 2 wrong usage, such as a place that does not exist.
 """
 
 UNCHECKED = "Bytes were not checked: moe-ckpt verify {} reads them."

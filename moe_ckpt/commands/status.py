@@ -29,7 +29,8 @@ there the job's own store is found, in which all ranks say how they stand; --sto
 Ranks write it every two seconds while they train. A store that cannot be reached, as after the loss of the node that
 has it, leaves what lies on this node.
 
-Exit codes: 0 all ranks have what was asked for; 1 some have less or are silent, or nothing is found; 2 wrong usage.
+Exit codes: 0 all ranks have what was asked for; 1 some have less, are silent or cannot be asked, or nothing is found;
+2 wrong usage.
 """
 
 
@@ -63,7 +64,7 @@ def status(
     from moe_ckpt.runs.status import JobStatus, as_report, is_well, job_status, log_status
 
     if metrics is not None:
-        found = JobStatus((log_status(metrics),), from_store=False, why_not="by the log of the last rank")
+        found = JobStatus((log_status(metrics),), from_store=False, why_not="by the log of the last rank", by_log=True)
     else:
         found = job_status(place or _default_place(), store, job)
     now_s = time.time()

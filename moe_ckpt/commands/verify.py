@@ -20,7 +20,8 @@ of it, or a --moe-ckpt-memory-dir, also while its job runs. Nothing is changed a
 
 Every checksum is compared: of each file of a dense checkpoint (moe_ckpt_integrity.json has them), of each record of a
 snapshot, of every manifest. Missing files and snapshots, names and numbers that do not fit together, and a place with
-nothing in it to restore from are findings too. Each is one line: the path, what was found, what was expected.
+nothing in it to restore from are findings too. Each is one line: the path, what was found, what was expected. Without
+its tracker a job restores nothing from a --save directory.
 
 A checkpoint of stock Megatron has no checksums. It is then checked for completeness and by reading every tensor, and
 the report says that single bytes could not be checked.

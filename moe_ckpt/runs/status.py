@@ -68,12 +68,13 @@ class RankStatus:
 @dataclass(frozen=True)
 class JobStatus:
     """ranks: ascending. from_store: whether all nodes were asked; else `why_not` says why only this one was. damaged: a
-    line for each file on this node that could not be read."""
+    line for each file on this node that could not be read. by_log: whether the one rank speaks for all."""
 
     ranks: tuple[RankStatus, ...]
     from_store: bool
     why_not: str = ""
     damaged: tuple[str, ...] = ()
+    by_log: bool = False
 
 
 def status_of(text: bytes | str, *, is_alive: bool = True) -> RankStatus | None:
@@ -225,8 +226,8 @@ def is_well(found: JobStatus, now_s: float, silent_s: float) -> bool:
         now_s: Current time, in seconds since 1970.
         silent_s: Seconds without a word after which a rank counts as silent.
     """
-    heard = len(found.ranks) >= found.ranks[0].world_size or not found.from_store
-    return heard and not any(_trouble(one, now_s, silent_s)[0] for one in found.ranks)
+    is_complete = found.by_log or len(found.ranks) >= found.ranks[0].world_size
+    return is_complete and not any(_trouble(one, now_s, silent_s)[0] for one in found.ranks)
 
 
 def _trouble(one: RankStatus, now_s: float, silent_s: float) -> tuple[str, str]:

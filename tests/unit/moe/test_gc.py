@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.moe.ports import (
     Store,
     StoreFailure,
 )
+from megatron.core.dist_checkpointing.moe.recovery.exactness import Divergence, DivergenceNotes
 from megatron.core.dist_checkpointing.moe.storage import manifest
 from megatron.core.dist_checkpointing.moe.storage.filesystem import FilesystemStore
 from megatron.core.dist_checkpointing.moe.storage.lease import Holder
@@ -58,6 +59,7 @@ from moe_ckpt.checkpoints.windows import on_timeline, restorable, states, stored
 from moe_ckpt.commands.gc import _freed
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.names import FORMAT, RELEASE, TRACKER, staging
+from moe_ckpt.dense.went_back import RECORD, line_of
 
 ROOT, RANKS = Path(__file__).parents[3], 2
 FIRST, SECOND = (attempt_name(1, "a"), 0), (attempt_name(2, "b"), 4)
@@ -513,6 +515,54 @@ def test_where_a_job_has_a_lease_nothing_goes_unless_its_process_is_gone(tmp_pat
     assert len(freed(of_storage(tmp_path, keep_last=1))) == 2
 
 
+def started(root: Path | str) -> None:
+    """A job begins to write there."""
+    (Path(root) / LEASE).write_bytes(msgspec.json.encode(Holder.here("a new start")))
+
+
+def test_where_a_job_has_begun_since_the_plan_nothing_is_freed(tmp_path: Path) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    for state, name in (("writing", "iter_0000003-rank_00001-window"), ("freed", "iter_0000001-rank_00001-window")):
+        (tmp_path / f".{state}.{name}.00001.0123abcd").mkdir()
+    plan = of_storage(tmp_path, keep_last=1)
+    started(tmp_path)
+    before = names(tmp_path)
+    failures = [_freed(item) for item in plan.freed]
+    assert len(failures) == 4
+    assert all("job 'a new start'" in line and line.endswith(": nothing more is freed") for line in failures)
+    assert names(tmp_path) == before
+
+
+def test_a_job_that_begins_while_a_window_is_freed_keeps_the_rest_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for last in (2, 4):
+        Made().window(tmp_path, last)
+    (item,) = of_storage(tmp_path, keep_last=1).freed
+    free = FilesystemStore.free
+
+    def freed_first(store: FilesystemStore, snapshot: SnapshotId) -> None:
+        free(store, snapshot)
+        started(tmp_path)
+
+    monkeypatch.setattr(FilesystemStore, "free", freed_first)
+    assert "nothing more is freed" in _freed(item)
+    assert len([*tmp_path.glob("iter_0000002-*")]) == 1
+
+
+def test_the_command_says_what_is_not_freed_as_a_job_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for last in (2, 4):
+        Made().window(tmp_path, last)
+    plan = of_storage(tmp_path, keep_last=1)
+    started(tmp_path)
+    monkeypatch.setattr(StorageLocation, "gc_plan", lambda *_: plan)
+    assert run(monkeypatch, "gc", tmp_path, "--apply", "--json") == 1
+    assert [row["verdict"] for row in json.loads(capsys.readouterr().out)["items"]] == ["not freed", "stays"]
+
+
 def test_what_is_of_another_job_stays_until_it_is_said_to_have_ended(tmp_path: Path) -> None:
     Made(job="elder").window(tmp_path, 8)
     Made(((SECOND[0], 0),), job="younger").window(tmp_path, 2)
@@ -687,6 +737,58 @@ def test_older_iterations_go_with_keep_last(tmp_path: Path) -> None:
 
 
 @SAVES
+def test_iterations_stay_where_a_job_has_begun_since_the_plan(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    for name in (".iter_0000006.removing", ".iter_0000024.merging"):
+        shutil.copytree(root / "iter_0000012", root / name)
+    plan = of_saves(root, keep_last=1)
+    started(root)
+    failures = [_freed(item) for item in plan.freed]
+    assert [line.endswith(": nothing more is freed") for line in failures] == [True] * 3
+    assert len([*root.glob("*iter_*")]) == 4
+
+
+@SAVES
+@pytest.mark.parametrize("text", [None, "soon"])
+def test_without_a_tracker_that_names_an_iteration_all_stay(text: str | None, tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    (root / TRACKER).unlink()
+    if text is not None:
+        (root / TRACKER).write_text(text)
+    plan = of_saves(root, keep_last=1)
+    assert (freed(plan), plan.restores) == ([], "")
+    assert str(root / TRACKER) in reasons(plan, "iter_0000024")
+
+
+@SAVES
+def test_an_empty_tracker_counts_as_lost(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    (root / TRACKER).write_text("\n")
+    assert freed(of_saves(root, keep_last=1)) == ["iter_0000012"]
+
+
+@SAVES
+def test_iterations_that_training_left_do_not_count_and_stay(tmp_path: Path) -> None:
+    root = dense(tmp_path / "saved", 3)
+    (root / RECORD).write_text(line_of(root, 12, "job", [12, 24]))
+    save_iteration(root, 36, {"w": tensor(random.Random(1), 4)})
+    (root / TRACKER).write_text("36")
+    assert not freed(of_saves(root, keep_last=2))
+    plan = of_saves(root, keep_last=1)
+    assert (freed(plan), plan.restores) == (["iter_0000012"], "iter_0000036")
+    assert reasons(plan, "iter_0000024") == "training went back before it with --ckpt-step; remove it by hand"
+
+
+@SAVES
+def test_what_iterations_that_training_left_need_stays(tmp_path: Path) -> None:
+    root = with_newer(chained(tmp_path / "saved", 3))
+    (root / RECORD).write_text(line_of(root, 12, "job", [12, 24]))
+    plan = of_saves(root, keep_last=1)
+    assert reasons(plan, "iter_0000012") == "it holds experts for one that is kept"
+    assert freed(plan) == ["iter_0000036", "iter_0000048"]
+
+
+@SAVES
 def test_iterations_that_hold_experts_for_a_kept_one_stay(tmp_path: Path) -> None:
     root = chained(tmp_path / "saved", 3)
     plan = of_saves(root, keep_last=1)
@@ -833,6 +935,16 @@ def test_snapshots_in_memory_that_cannot_be_read_stay_until_the_job_is_said_to_h
     assert len(freed(of_memory(memory_dir, ended=["job"]))) == 1
 
 
+def test_the_note_of_a_diverged_replay_stays_until_the_job_is_said_to_have_ended(memory_dir: Path) -> None:
+    with closing(MemoryStore(memory_dir / "node", "job", 0, (4096,) * 2)) as store:
+        DivergenceNotes(store.directory).add(Divergence(3, 4, (0,), False, 1, 2, (FIRST,), "another loss"))
+    plan = of_memory(memory_dir)
+    assert not freed(plan)
+    assert plan.items[0].what == "job job on node: only a note of a diverged replay is left"
+    assert plan.items[0].reason == "a restart of the job needs it; --ended job if there will be none"
+    assert len(freed(of_memory(memory_dir, ended=["job"]))) == 1
+
+
 def test_memory_that_a_later_version_wrote_stays_whatever_is_said(
     memory_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -922,6 +1034,33 @@ def test_what_cannot_be_freed_is_told_and_costs_the_exit_code(
     monkeypatch.setattr(FilesystemStore, "free", refused)
     assert run(monkeypatch, "gc", tmp_path, "--apply") == 1
     assert "Read-only" in capsys.readouterr().out
+
+
+def test_a_snapshot_whose_bytes_could_not_be_deleted_is_not_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for last in (2, 4, 6):
+        Made().window(tmp_path, last)
+    settled(tmp_path)
+
+    def refused(system: OperatingSystem, path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(OperatingSystem, "remove_directory", refused)
+    assert run(monkeypatch, "gc", tmp_path, "--keep-last", "1", "--apply", "--json") == 1
+    rows = json.loads(capsys.readouterr().out)["items"]
+    assert [row["verdict"] for row in rows] == ["not freed", "not freed", "stays"]
+    assert ".freed.iter_0000002" in rows[0]["why"] and "could not be deleted" in rows[0]["why"]
+
+
+def test_a_url_that_refuses_to_say_how_long_an_object_is_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def du(self, path: str) -> int:
+            raise RuntimeError("503 slow down")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (Refusing(), url))
+    with pytest.raises(StoreFailure, match="s3://bucket/run cannot be read"):
+        open_persist_dir("s3://bucket/run").disk_bytes("bucket/run/a")
 
 
 def test_an_error_that_names_no_file_is_told_as_it_is() -> None:

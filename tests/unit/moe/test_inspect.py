@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, OperatorKind, Part, expert
 from moe_ckpt.commands.main import main
 from moe_ckpt.dense.chain import Chain, encode
+from moe_ckpt.dense.went_back import RECORD, line_of
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -165,6 +166,22 @@ def test_an_iteration_with_fewer_digits_than_the_one_that_the_tracker_names_is_o
     (saves / "iter_10000000" / "metadata.json").unlink()
     (saves / "latest_checkpointed_iteration.txt").write_text("10000000")
     assert data(saves)["newest_iteration"] == 9999999
+
+
+def test_without_a_tracker_a_line_says_that_a_job_loads_nothing_and_what_to_do(output: Call, saves: Path) -> None:
+    tracker = saves / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    code, out, err = output("inspect", saves)
+    assert (code, "iter_0000012" in out) == (1, True)
+    why = "is missing, so a job finds nothing to load; write 12 into latest_checkpointed_iteration.txt"
+    assert err == f"moe-ckpt: {tracker} {why}\n"
+
+
+def test_an_iteration_that_training_left_is_not_the_newest(data, saves: Path) -> None:
+    (saves / RECORD).write_text(line_of(saves, 6, "job", [6, 12]))
+    (saves / "iter_0000018").mkdir()
+    (saves / "latest_checkpointed_iteration.txt").write_text("18")
+    assert data(saves)["newest_iteration"] == 6
 
 
 def test_a_damaged_newest_iteration_is_shown_and_named_with_exit_code_1(output: Call, saves: Path) -> None:

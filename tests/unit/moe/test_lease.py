@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.moe.storage.lease import (
     judged,
     machine,
     started,
+    writer_of,
 )
 from megatron.core.dist_checkpointing.moe.storage.lease_files import LEASE, FolderPlace
 
@@ -102,6 +103,22 @@ def test_a_process_with_the_number_of_one_that_ended_is_another_one() -> None:
     holder = msgspec.structs.replace(Holder.here("a"), process=(os.getppid(), OWN_PARENT[1] - 1))
     assert judged(holder, Holder.here("b")) is Verdict.TAKE
     assert holder.is_gone
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_job_whose_launcher_will_start_it_again_writes_here_though_its_process_is_gone(
+    tmp_path: Path, left: bool
+) -> None:
+    holder = msgspec.structs.replace(Holder.here("a", OWN_PARENT), process=(os.getpid(), 1), left=left)
+    left_by(tmp_path, holder)
+    assert writer_of(str(tmp_path)).startswith("job 'a' ")
+    left_by(tmp_path, msgspec.structs.replace(holder, launcher=(os.getppid(), OWN_PARENT[1] - 1)))
+    assert writer_of(str(tmp_path)) == ""
+
+
+def test_a_process_that_has_left_its_lease_does_not_write_here(tmp_path: Path) -> None:
+    left_by(tmp_path, msgspec.structs.replace(Holder.here("a"), left=True))
+    assert writer_of(str(tmp_path)) == ""
 
 
 def test_a_process_may_have_any_name() -> None:

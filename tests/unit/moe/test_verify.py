@@ -36,6 +36,7 @@ from moe_ckpt.commands.main import main
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.dense import DenseCheckpoint
 from moe_ckpt.dense.names import FORMAT, TRACKER
+from moe_ckpt.dense.went_back import RECORD, line_of
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -268,6 +269,53 @@ def test_a_tracker_that_names_no_iteration_is_a_finding(text: str, tmp_path: Pat
     (root / TRACKER).write_text(text)
     (line,) = found(root)
     assert "not an iteration" in line
+
+
+@pytest.mark.parametrize(("text", "why"), [(None, "is missing"), ("soon", "holds 'soon', not an iteration")])
+def test_without_a_tracker_that_names_an_iteration_there_is_nothing_to_restore_from(
+    text: str | None, why: str, output: Any, tmp_path: Path
+) -> None:
+    root = verify_places.dense(tmp_path, 10)
+    (root / TRACKER).unlink()
+    if text is not None:
+        (root / TRACKER).write_text(text)
+    result = looked_at(root)
+    (line,) = map(str, result.findings)
+    assert line.startswith(f"{root / TRACKER} {why}") and line.endswith(f"; write 24 into {TRACKER}")
+    assert (result.restores, output(root)[0]) == ("", 1)
+    assert looked_at(root / "iter_0000012").findings == (), "an iteration is judged alone"
+    (root / TRACKER).write_text("24")
+    assert looked_at(root).findings == ()
+
+
+def test_of_a_released_model_without_a_tracker_it_is_said_what_belongs_into_it(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 10)
+    shutil.rmtree(root / "iter_0000012")
+    (root / "iter_0000024").rename(root / "release")
+    (root / TRACKER).unlink()
+    (line,) = found(root)
+    assert line.endswith(f"; write release into {TRACKER}")
+
+
+def test_with_an_empty_tracker_the_newest_iteration_is_restored_as_by_a_job(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 10)
+    (root / TRACKER).write_text("")
+    result = looked_at(root)
+    assert (len(result.findings), result.restores) == (1, "iteration 24")
+
+
+def test_iterations_that_training_left_do_not_count_as_restorable(tmp_path: Path) -> None:
+    root = verify_places.dense(tmp_path, 10)
+    (root / RECORD).write_text(line_of(root, 12, "job", [12, 24]))
+    verify_places.save(root, 36, verify_places.drawn(random.Random(1)))
+    (root / TRACKER).write_text("36")
+    result = looked_at(root)
+    assert (result.findings, result.restores) == ((), "iteration 36")
+    assert "iter_0000024 was left when training went back with --ckpt-step" in result.unchecked[0]
+    (root / "iter_0000036" / ".metadata").write_bytes(b"x")
+    assert looked_at(root).restores == "iteration 12"
+    (root / TRACKER).write_text("24")
+    assert looked_at(root).restores == "iteration 24", "what the tracker names is loaded all the same"
 
 
 def test_iterations_newer_than_the_tracker_says_do_not_count_as_restorable(tmp_path: Path) -> None:

@@ -211,6 +211,11 @@ def test_a_rank_that_was_never_heard_of_is_no_good_sign() -> None:
     assert not read.is_well(read.JobStatus((one,), from_store=True), 101.0, 60.0)
 
 
+def test_ranks_of_other_nodes_that_cannot_be_asked_are_no_good_sign() -> None:
+    one = RankStatus(0, "job", "node", "full", 100.0, 5, "protected", 5, None, -1, world_size=2)
+    assert not read.is_well(read.JobStatus((one,), from_store=False, why_not="x"), 101.0, 60.0)
+
+
 def test_the_log_of_a_job_says_what_can_be_known_from_anywhere(tmp_path: Path) -> None:
     last = iteration(2, time.time(), persistence="protected", persisted_iteration=1)
     path = written(tmp_path / "metrics.jsonl", start(0.0), iteration(1, 1.0), last)

@@ -92,8 +92,9 @@ class Holder(msgspec.Struct, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process is provably not there any more."""
-        return self.machine == machine() and not is_there(self.process)
+        """Whether provably neither its process is there, unless that has left it, nor what starts that again."""
+        may_write = (None if self.left else self.process, self.launcher)
+        return self.machine == machine() and not any(one is not None and is_there(one) for one in may_write)
 
 
 class Verdict(enum.Enum):
@@ -174,6 +175,12 @@ def writer_of(where: str) -> str:
     if found is None or found.is_gone:
         return ""
     return f"{found} writes here; if that has ended, remove {where.rstrip('/')}/{LEASE}"
+
+
+def refuse_writer(where: str) -> None:
+    """Raises StoreFailure where something is to be freed, and a job that may be alive has begun to write."""
+    if writer := writer_of(where):
+        raise StoreFailure(f"{writer}: nothing more is freed")
 
 
 class Lease:
