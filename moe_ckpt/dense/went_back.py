@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint
 
-from .integrity import NAME
-from .names import read_if_there
+from .names import INDEX, read_if_there
 
 RECORD = "moe_ckpt_went_back.txt"
-"""Next to the tracker, one line: the iteration, the job, and ITERATION=CHECKSUM for each that was left."""
+"""Next to the tracker, one line: the iteration, the jobs, and ITERATION=MARK for each that was left."""
 
 
 @dataclass(frozen=True)
 class WentBack:
     """What the record says.
 
-    iteration: where training went back to; 0: it did not. left: those behind it, and which save of them it was.
+    iteration: where training went back to; 0: it did not. jobs: that followed. left: those behind it, and which save of
+    them it was.
     """
 
     iteration: int = 0
-    job: str = ""
+    jobs: tuple[str, ...] = ()
     left: tuple[tuple[int, str], ...] = ()
+
+    def encoded(self) -> bytes:
+        """The record."""
+        jobs = ",".join(quote(job, safe="") for job in self.jobs)
+        return " ".join((str(self.iteration), jobs, *(f"{one}={mark}" for one, mark in self.left), "\n")).encode()
 
 
 def went_back(root: Path) -> WentBack:
@@ -35,9 +41,10 @@ def went_back(root: Path) -> WentBack:
         root: The folder of all checkpoints.
     """
     try:
-        iteration, job, *left = (read_if_there(root / RECORD) or b"").decode().split()
+        iteration, jobs, *left = (read_if_there(root / RECORD) or b"").decode().split()
         pairs = (one.partition("=") for one in left)
-        return WentBack(int(iteration), job, tuple((int(number), mark) for number, _, mark in pairs))
+        names = tuple(map(unquote, jobs.split(",")))
+        return WentBack(int(iteration), names, tuple((int(number), mark) for number, _, mark in pairs))
     except (UnreadableCheckpoint, ValueError):
         return WentBack()
 
@@ -51,8 +58,8 @@ def left_in(root: Path) -> frozenset[int]:
     return frozenset(number for number, mark in went_back(root).left if _mark(root, number) == mark)
 
 
-def line_of(root: Path, iteration: int, job: str, published: Iterable[int]) -> str:
-    """The record once training has gone back.
+def gone_back(root: Path, iteration: int, job: str, published: Iterable[int]) -> WentBack:
+    """What a record has to say once training has gone back.
 
     Args:
         root: The folder of all checkpoints.
@@ -60,14 +67,20 @@ def line_of(root: Path, iteration: int, job: str, published: Iterable[int]) -> s
         job: The job's id.
         published: The iterations that are there.
     """
-    left = left_in(root) | {one for one in published if one > iteration}
-    return " ".join((str(iteration), job, *(f"{one}={_mark(root, one)}" for one in sorted(left - {iteration})))) + "\n"
+    before, left, there = went_back(root), set(left_in(root)), set(published)
+    if iteration in left:  # back to what was left: its past counts again, and not what was saved in place of that
+        left = {one for one in left if one > iteration} | {one for one in there - left if one > before.iteration}
+    left = (left | {one for one in there if one > iteration}) - {iteration}
+    return WentBack(iteration, (job,), tuple((one, mark) for one in sorted(left) if (mark := _mark(root, one))))
 
 
 def _mark(root: Path, iteration: int) -> str:
-    """Which save of an iteration is there, by its list of files; "none" where stock Megatron has saved it."""
-    try:
-        listed = read_if_there(root / f"iter_{iteration:07d}" / NAME)
-    except UnreadableCheckpoint:
-        return "unreadable"
-    return "none" if listed is None else f"{zlib.crc32(listed):08x}"
+    """Which save of an iteration is there, by a file of its own that nobody changes; empty where it has none."""
+    folder = root / f"iter_{iteration:07d}"
+    with suppress(OSError, ValueError):
+        path = folder / INDEX
+        if not path.is_file():  # not of format torch_dist
+            path = min(one for one in folder.rglob("*") if one.is_file() and one.suffix == ".pt")
+        about = path.stat()
+        return f"{about.st_size}-{about.st_mtime_ns}"
+    return ""

@@ -197,7 +197,7 @@ def test_a_job_goes_back_once_and_on_from_there_at_its_next_start(new_job, saved
     said = job.run(*back, "--exit-interval", 3).said
     assert f"training goes back to iteration 2: 4 in {saved} are left" in said
     said = job.run(*back).said
-    assert f"--ckpt-step 2 was followed by an earlier start, of job stock-{job.memory.name}" in said
+    assert f"--ckpt-step 2 was followed by an earlier start (stock-{job.memory.name}): " in said
     assert job.ran(0) == [3, 4, 5, 6]
     assert job.records() == resumed
 

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.moe.stock.dense import LOST, StockSaves, n
 from megatron.core.dist_checkpointing.moe.stock.seams import Call
 from moe_ckpt.dense.chain import MANIFEST, Chain, encode
 from moe_ckpt.dense.integrity import NAME, seal
-from moe_ckpt.dense.names import DOUBTFUL, TRACKER
-from moe_ckpt.dense.went_back import RECORD, line_of
+from moe_ckpt.dense.names import DOUBTFUL, INDEX, TRACKER
+from moe_ckpt.dense.went_back import RECORD, gone_back
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,8 @@ def save(root: Path, *iterations: int) -> None:
     for iteration in iterations:
         folder = root / f"iter_{iteration:07d}"
         folder.mkdir(parents=True)
-        (folder / "__0_0.distcp").write_bytes(b"%d" % iteration)
+        for name in ("__0_0.distcp", INDEX):
+            (folder / name).write_bytes(b"%d" % iteration)
         seal(folder)
         (root / TRACKER).write_text(str(iteration))
 
@@ -117,7 +118,9 @@ def test_what_was_asked_for_is_loaded_though_one_that_is_not_to_persist_is_newer
     save(tmp_path / "non_persistent", 3)
     flags = {"ckpt_step": 2, "non_persistent_ckpt_type": "global"}
     assert told(arguments(tmp_path, **flags, save=str(tmp_path))) == (2, None)
-    assert told(arguments(tmp_path, **flags)) == (2, "global")  # Megatron-LM's, which may be of this very training
+    assert told(arguments(tmp_path, **flags)) == (2, None)
+    elsewhere = {"non_persistent_global_ckpt_dir": str(tmp_path / "non_persistent"), "save": "another"}
+    assert told(arguments(tmp_path, **flags, **elsewhere)) == (2, "global")  # maybe of this very training
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_what_training_left_as_it_went_back_is_loaded_neither_for_a_damaged_chec
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 2, 4, 9)
-    (tmp_path / RECORD).write_text(line_of(tmp_path, 2, "job", (2, 4, 9)))
+    (tmp_path / RECORD).write_bytes(gone_back(tmp_path, 2, "job", (2, 4, 9)).encoded())
     save(tmp_path, 6)
     (tmp_path / TRACKER).write_text("")
     assert newest_checkpoint(arguments(tmp_path, **WHOLE)).iteration == 6

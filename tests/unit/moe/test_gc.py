@@ -59,7 +59,7 @@ from moe_ckpt.checkpoints.windows import on_timeline, restorable, states, stored
 from moe_ckpt.commands.gc import _freed
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.names import FORMAT, RELEASE, TRACKER, staging
-from moe_ckpt.dense.went_back import RECORD, line_of
+from moe_ckpt.dense.went_back import RECORD, gone_back
 
 ROOT, RANKS = Path(__file__).parents[3], 2
 FIRST, SECOND = (attempt_name(1, "a"), 0), (attempt_name(2, "b"), 4)
@@ -770,7 +770,7 @@ def test_an_empty_tracker_counts_as_lost(tmp_path: Path) -> None:
 @SAVES
 def test_iterations_that_training_left_do_not_count_and_stay(tmp_path: Path) -> None:
     root = dense(tmp_path / "saved", 3)
-    (root / RECORD).write_text(line_of(root, 12, "job", [12, 24]))
+    (root / RECORD).write_bytes(gone_back(root, 12, "job", [12, 24]).encoded())
     save_iteration(root, 36, {"w": tensor(random.Random(1), 4)})
     (root / TRACKER).write_text("36")
     assert not freed(of_saves(root, keep_last=2))
@@ -782,7 +782,7 @@ def test_iterations_that_training_left_do_not_count_and_stay(tmp_path: Path) -> 
 @SAVES
 def test_what_iterations_that_training_left_need_stays(tmp_path: Path) -> None:
     root = with_newer(chained(tmp_path / "saved", 3))
-    (root / RECORD).write_text(line_of(root, 12, "job", [12, 24]))
+    (root / RECORD).write_bytes(gone_back(root, 12, "job", [12, 24]).encoded())
     plan = of_saves(root, keep_last=1)
     assert reasons(plan, "iter_0000012") == "it holds experts for one that is kept"
     assert freed(plan) == ["iter_0000036", "iter_0000048"]

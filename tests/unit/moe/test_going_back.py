@@ -11,14 +11,13 @@ from stock_stand_in import one_rank
 
 from megatron.core.dist_checkpointing.moe.stock import going_back
 from moe_ckpt.dense.integrity import NAME
-from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.names import INDEX, TRACKER
 from moe_ckpt.dense.went_back import RECORD, left_in
 
 
 def folder(root: Path) -> Path:
     """Checkpoints of iterations 2, 4 and 6."""
-    for iteration in (2, 4, 6):
-        (root / f"iter_{iteration:07d}").mkdir()
+    saved(root, 2, 4, 6)
     (root / TRACKER).write_text("6")
     return root
 
@@ -36,8 +35,8 @@ def came_to(iteration: int, args: Any, *, loaded: bool = True) -> None:
 def step_of_next_start(root: Path, step: int = 2, job: str = "job", over: tuple[str, ...] = ()) -> int | None:
     args = asked(root, step)
     with one_rank():
-        was_followed = going_back.was_followed_by(job, over.__contains__, args)
-    assert was_followed == (args.ckpt_step is None)
+        jobs = going_back.followers(job, over.__contains__, args)
+    assert (job in jobs) == bool(jobs) == (args.ckpt_step is None)
     found: int | None = args.ckpt_step
     return found
 
@@ -89,18 +88,39 @@ def test_checkpoints_that_are_not_to_persist_of_what_is_left_are_not_loaded_at_t
     assert not (transient / TRACKER).exists()
 
 
-def test_what_training_left_counts_until_a_save_takes_its_place(tmp_path: Path) -> None:
-    for iteration in (4, 6):
-        (folder(tmp_path) if iteration == 4 else tmp_path).joinpath(f"iter_{iteration:07d}", NAME).write_text("before")
-    came_to(2, asked(tmp_path))
+def saved(root: Path, *iterations: int, name: str = INDEX, content: str = "") -> Path:
+    for iteration in iterations:
+        path = root / f"iter_{iteration:07d}" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{iteration} {content}")
+    return root
+
+
+@pytest.mark.parametrize("name", [INDEX, "mp_rank_00/model_optim_rng.pt"])
+def test_what_training_left_counts_until_a_save_takes_its_place(name: str, tmp_path: Path) -> None:
+    came_to(2, asked(saved(tmp_path, 2, 4, 6, name=name)))
+    saved(tmp_path, 6, name=NAME)  # as it is signed, or sealed by another version
     assert left_in(tmp_path) == {4, 6}
-    (tmp_path / "iter_0000004" / NAME).write_text("saved again")
+    saved(tmp_path, 4, name=name, content="again")
     assert left_in(tmp_path) == {6}
-    (tmp_path / "iter_0000008").mkdir()
+    saved(tmp_path, 8, name=name)
     came_to(4, asked(tmp_path, step=4))
     assert left_in(tmp_path) == {6, 8}
-    came_to(6, asked(tmp_path, step=6))
-    assert left_in(tmp_path) == {8}, "what training stands on is not left"
+
+
+def test_back_in_what_was_left_its_past_counts_and_not_what_was_saved_in_place_of_that(tmp_path: Path) -> None:
+    came_to(2, asked(saved(folder(tmp_path), 2, 4, 6, 8, 10)))
+    saved(tmp_path, 4, content="again")
+    came_to(8, asked(tmp_path, step=8))
+    assert left_in(tmp_path) == {4, 10}
+
+
+def test_all_jobs_of_a_chain_go_on_from_what_any_of_them_saved(tmp_path: Path) -> None:
+    came_to(2, asked(folder(tmp_path)))
+    for number, job in enumerate(["second of, them", "third"]):
+        args, before = asked(tmp_path), ("job", "second of, them")[: number + 1]
+        with one_rank():
+            assert going_back.followers(job, before[-1:].__contains__, args) == {*before, job}
 
 
 @pytest.mark.parametrize("content", ["", "2", "two job", "2 job more", "2 job four=1", "\0" * 1000])

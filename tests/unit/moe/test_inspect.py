@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.moe.storage.objects import ObjectStore
 from megatron.core.dist_checkpointing.moe.types import Level, OperatorId, OperatorKind, Part, expert
 from moe_ckpt.commands.main import main
 from moe_ckpt.dense.chain import Chain, encode
-from moe_ckpt.dense.went_back import RECORD, line_of
+from moe_ckpt.dense.went_back import RECORD, gone_back
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -178,7 +178,7 @@ def test_without_a_tracker_a_line_says_that_a_job_loads_nothing_and_what_to_do(o
 
 
 def test_an_iteration_that_training_left_is_not_the_newest(data, saves: Path) -> None:
-    (saves / RECORD).write_text(line_of(saves, 6, "job", [6, 12]))
+    (saves / RECORD).write_bytes(gone_back(saves, 6, "job", [6, 12]).encoded())
     (saves / "iter_0000018").mkdir()
     (saves / "latest_checkpointed_iteration.txt").write_text("18")
     assert data(saves)["newest_iteration"] == 6

@@ -24,6 +24,7 @@ def restart(plan: RecoveryPlan | None) -> tuple[Restart, list[str]]:
     """One that has found a plan, and what it came to do."""
     did: list[str] = []
     recovery = SimpleNamespace(look=lambda: plan, plan=None, is_own=True, diverged=(), discard=lambda: None)
+    recovery.is_of = lambda jobs: "own" in jobs
     recovery.foreign = (-1, "")
     recovery.restore_through = lambda _: did.append("loaded")
     own: Any = SimpleNamespace(window=None, restored=lambda iteration: None, freed=[])
@@ -35,7 +36,7 @@ def restart(plan: RecoveryPlan | None) -> tuple[Restart, list[str]]:
     return found, did
 
 
-def request_of(load: Any = lambda: 4, *, run_again: Any = None, iteration: int = 4, **found: bool) -> Request:
+def request_of(load: Any = lambda: 4, *, run_again: Any = None, iteration: int = 4, **found: Any) -> Request:
     """A start with a checkpoint of iteration 4."""
     return Request(load, Loadable(iteration, **found), run_again)
 
@@ -68,6 +69,14 @@ def test_a_checkpoint_that_was_asked_for_is_passed_by_only_where_this_job_has_co
     own, did = restart(RecoveryPlan(target, Scope.GLOBAL, (), ()))
     trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
     own.restore(trainer, request_of(asked_for=True, in_part=in_part))
+    assert did == [began]
+
+
+@pytest.mark.parametrize(("job", "began"), [("own", "restored"), ("of the past that was left", "loaded")])
+def test_once_training_went_back_only_snapshots_of_the_jobs_that_did_are_compared(job: str, began: str) -> None:
+    own, did = restart(RecoveryPlan(9, Scope.GLOBAL, (), ()))
+    trainer: Any = SimpleNamespace(iteration=0, of_another_device=False)
+    own.restore(trainer, request_of(only_of=frozenset({job})))
     assert did == [began]
 
 

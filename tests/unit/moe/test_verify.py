@@ -36,7 +36,7 @@ from moe_ckpt.commands.main import main
 from moe_ckpt.dense import chain, integrity
 from moe_ckpt.dense.dense import DenseCheckpoint
 from moe_ckpt.dense.names import FORMAT, TRACKER
-from moe_ckpt.dense.went_back import RECORD, line_of
+from moe_ckpt.dense.went_back import RECORD, gone_back
 
 if TYPE_CHECKING:
     from conftest import Content, Save
@@ -306,7 +306,7 @@ def test_with_an_empty_tracker_the_newest_iteration_is_restored_as_by_a_job(tmp_
 
 def test_iterations_that_training_left_do_not_count_as_restorable(tmp_path: Path) -> None:
     root = verify_places.dense(tmp_path, 10)
-    (root / RECORD).write_text(line_of(root, 12, "job", [12, 24]))
+    (root / RECORD).write_bytes(gone_back(root, 12, "job", [12, 24]).encoded())
     verify_places.save(root, 36, verify_places.drawn(random.Random(1)))
     (root / TRACKER).write_text("36")
     result = looked_at(root)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.moe.dense_saves.directory import TRACKER, CheckpointDirectory
-from moe_ckpt.dense.names import read_tracker
-from moe_ckpt.dense.went_back import RECORD, line_of
+from moe_ckpt.dense.names import INDEX, read_tracker
+from moe_ckpt.dense.went_back import RECORD, gone_back
 
 
 @pytest.fixture
@@ -128,7 +128,8 @@ def test_a_tracker_that_a_killed_writer_left_empty_names_nothing_that_training_l
 ) -> None:
     for iteration in (3, 6):
         publish(directory, iteration)
-    (directory.root / RECORD).write_text(line_of(directory.root, 3, "job", (3, 6)))
+        (directory.folder(iteration) / INDEX).touch()
+    (directory.root / RECORD).write_bytes(gone_back(directory.root, 3, "job", (3, 6)).encoded())
     (directory.root / TRACKER).write_text("")
     directory.require_writable_tracker(9)
     assert (directory.root / TRACKER).read_text() == "3"

@@ -257,11 +257,13 @@ def _candidates(args: Any, load_arg: str) -> list[_LoadChoice]:
     """What Megatron-LM would load, and what may be taken in its place, best first. Raises UsageError."""
     root, asked = _root(args, load_arg), getattr(args, "ckpt_step", None)
     transient, without = _transient(args, root), {"non_persistent_ckpt_type": None}
-    if root is not None and args.save is not None and root.resolve() == Path(args.save).resolve():
+    is_saved_to = root is not None and args.save is not None and root.resolve() == Path(args.save).resolve()
+    if root is not None and is_saved_to:
         with contextlib.suppress(OSError):  # then an older one is taken
             CheckpointDirectory(root).restore_replaced()
-        if asked and transient is not None:  # of a past that training leaves; elsewhere it may be this training's
-            return [_LoadChoice(root, f"iter_{asked:07d}", without)]
+    # In a folder that has nothing to do with `--load` it may be this training's, since it went back.
+    if asked and root is not None and transient and (is_saved_to or args.non_persistent_global_ckpt_dir is None):
+        return [_LoadChoice(root, f"iter_{asked:07d}", without)]
     found: list[_LoadChoice] = []
     if asked and root is not None:
         found = [_LoadChoice(root, f"iter_{asked:07d}")]

@@ -192,14 +192,15 @@ class Judge:
         ]
         return max(strange, key=lambda one: one[0], default=(-1, ""))
 
-    def is_own(self, iteration: int, timeline: Lineage) -> bool:
-        """Whether this job itself left anything of an iteration.
+    def is_of(self, jobs: Collection[str], iteration: int, timeline: Lineage) -> bool:
+        """Whether one of these jobs left anything of an iteration.
 
         Args:
+            jobs: Their ids.
             iteration: The iteration.
             timeline: In whose past it lies.
         """
-        own = (trace for trace in self.overview.traces if trace.job == self.job and iteration in self._usable(trace))
+        own = (trace for trace in self.overview.traces if trace.job in jobs and iteration in self._usable(trace))
         return any(is_past(trace.timeline, iteration, timeline) for trace in own)
 
     def left_of(self, timeline: Lineage) -> set[str | None]:

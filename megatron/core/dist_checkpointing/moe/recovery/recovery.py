@@ -166,9 +166,15 @@ class Recovery:
     @property
     def is_own(self) -> bool:
         """Whether the plan continues from a state that this job itself left, and not from one of another job."""
-        if self._plan is None:
-            return False
-        return self._found.judge.is_own(self._plan.target, self._timeline)
+        return self._plan is not None and self.is_of({self._found.judge.job})
+
+    def is_of(self, jobs: Collection[str]) -> bool:
+        """Whether the plan continues from a state that one of these jobs left.
+
+        Args:
+            jobs: Their ids.
+        """
+        return self._plan is not None and self._found.judge.is_of(jobs, self._plan.target, self._timeline)
 
     @property
     def unusable(self) -> str:

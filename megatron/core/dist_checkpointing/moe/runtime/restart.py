@@ -78,6 +78,8 @@ class Restart:
         """See `Session.restore`."""
         recovery, load, newest, older = self.recovery, request.load, request.newest, -1
         plan = recovery.look()
+        if newest.only_of and not recovery.is_of(newest.only_of):
+            plan = None
         begins = newest.iteration if plan is None else max(plan.target, newest.iteration)
         self._refuse_foreign(begins, *recovery.foreign)
         window = self._window_ahead(request, plan)
@@ -99,14 +101,14 @@ class Restart:
                 f"{request.survivors} ranks have kept their processes, and nothing in memory or storage brings them"
                 " back: all ranks start again"
             )
-        if plan is None and not newest.asked_for:
+        if plan is None and not (newest.asked_for or newest.only_of):
             self._refuse_strangers(request, *recovery.of_others)
         if window is not None:
             self._run_again(window, trainer, request)
             return
         if plan is None:
             self._refuse_to_begin_again(request)
-        if plan is None and self._unusable and load is None:
+        if plan is None and load is None and self._unusable:
             raise UsageError(
                 f"{self._where} has snapshots that this job cannot use: {self._unusable}; give --load, or"
                 " another folder to begin at iteration 0"
@@ -152,7 +154,8 @@ class Restart:
         own = self.older.window
         found = of_first(self.control, [] if own is None else [own], list[PreviousWindow])  # one for all ranks
         window = found[0] if found else None
-        if window is None or window.last <= request.newest.iteration:
+        newest = request.newest
+        if window is None or window.last <= newest.iteration or (newest.only_of and window.job not in newest.only_of):
             return None
         if plan is not None and (request.newest.asked_for or not window.in_memory or window.last <= plan.target):
             return None

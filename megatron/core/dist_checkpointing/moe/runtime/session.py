@@ -36,6 +36,7 @@ class Loadable:
             older.
         in_doubt: Whether core saved it to have a doubtful iteration run again from it: then it is better than snapshots
             of its iteration, which know nothing of the doubt.
+        only_of: Jobs whose snapshots alone are compared with it: others are of a past that training left; empty: all.
     """
 
     iteration: int = -1
@@ -43,6 +44,7 @@ class Loadable:
     in_part: bool = False
     lacks: bool = False
     in_doubt: bool = False
+    only_of: frozenset[str] = frozenset()
 
 
 NOTHING = Loadable()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from moe_ckpt.dense.names import TRACKER
-from moe_ckpt.dense.went_back import RECORD, WentBack, line_of, went_back
+from moe_ckpt.dense.went_back import RECORD, WentBack, gone_back, went_back
 
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.writing import on_rank_zero
@@ -23,24 +25,28 @@ from ..storage.system import write_atomically
 log = logging.getLogger(__name__)
 
 
-def was_followed_by(job: str, takes_over: Callable[[str], bool], args: Any) -> bool:
-    """Whether an earlier start has followed `--ckpt-step`; then `args` have none. A collective: rank 0 looks.
+def followers(job: str, takes_over: Callable[[str], bool], args: Any) -> frozenset[str]:
+    """The jobs that have followed `--ckpt-step`, this one among them where earlier starts did: then `args` have none.
+
+    A collective: rank 0 looks.
 
     Args:
         job: This one's id.
         takes_over: Whether this job continues what another one stored.
         args: Of Megatron-LM.
+
+    Returns:
+        Their ids; none where this start has to follow it.
     """
-    step, by, place = on_rank_zero(lambda: _followed(args))
-    if step != args.ckpt_step or not (by == job or takes_over(by)):
-        return False
-    if dist.get_rank() == 0:
-        log.warning(
-            "--ckpt-step %d was followed by an earlier start, of job %s: training goes on from what was saved since; to"
-            " go back once more, remove %s", step, by, place,
-        )  # fmt: skip
-    args.ckpt_step = None
-    return True
+    jobs = on_rank_zero(lambda: _followers(job, takes_over, args))
+    if jobs:
+        if dist.get_rank() == 0:
+            log.warning(
+                "--ckpt-step %d was followed by an earlier start (%s): training goes on from what was saved since; to"
+                " go back once more, remove %s", args.ckpt_step, ", ".join(sorted(jobs)), Path(args.save) / RECORD,
+            )  # fmt: skip
+        args.ckpt_step = None
+    return jobs
 
 
 def came_to(iteration: int, args: Any, job: str, *, loaded: bool) -> None:
@@ -67,11 +73,20 @@ def _folder(args: Any) -> Path | None:
     return Path(args.save) if same else None
 
 
-def _followed(args: Any) -> tuple[int, str, str]:
-    """Iteration, job, and where that is written; 0 where it is not."""
+def _followers(job: str, takes_over: Callable[[str], bool], args: Any) -> frozenset[str]:
     root = _folder(args)
     found = WentBack() if root is None else went_back(root)
-    return found.iteration, found.job, f"{root}/{RECORD}"
+    if (
+        root is None
+        or found.iteration != args.ckpt_step
+        or not any(one == job or takes_over(one) for one in found.jobs)
+    ):
+        return frozenset()
+    if job not in found.jobs:  # of a chain of jobs the next one has to know all
+        found = replace(found, jobs=(*found.jobs, job))
+        with suppress(OSError):
+            write_atomically(root / RECORD, found.encoded())
+    return frozenset(found.jobs)
 
 
 def _go_back(args: Any, iteration: int, job: str) -> None:
@@ -83,8 +98,7 @@ def _go_back(args: Any, iteration: int, job: str) -> None:
         if getattr(args, "non_persistent_ckpt_type", None) == "global":  # and none that is read before it
             transient = Path(args.non_persistent_global_ckpt_dir or root / "non_persistent")
             (transient / TRACKER).unlink(missing_ok=True)
-        line = line_of(root, iteration, job, directory.iterations())
-        write_atomically(root / RECORD, line.encode())
+        write_atomically(root / RECORD, gone_back(root, iteration, job, directory.iterations()).encoded())
     except OSError as error:
         log.error("the next start goes back to iteration %d again: %s", iteration, error)
     if left := sorted(one for one in directory.iterations() if one > iteration):

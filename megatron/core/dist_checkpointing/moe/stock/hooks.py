@@ -249,15 +249,13 @@ class Hooks:
         if self._recover_only:  # the state to recover may be older than a checkpoint, of which only flags are read
             load = None
         asked = load is not None and getattr(args, "ckpt_step", None) and manager.job_id
-        was_followed = False
+        followed_by = frozenset[str]()
         if asked:
-            from .going_back import came_to, was_followed_by  # which few jobs do
+            from .going_back import came_to, followers  # which few jobs do
 
             assert self._config is not None
-            was_followed = was_followed_by(manager.job_id, self._config.takes_over, args)
-        newest = newest_checkpoint(args) if load is not None else NOTHING
-        if was_followed:  # what else is newer is of the past that was left
-            newest = replace(newest, asked_for=True)
+            followed_by = followers(manager.job_id, self._config.takes_over, args)
+        newest = replace(newest_checkpoint(args), only_of=followed_by) if load is not None else NOTHING
         load_newest = None if load is None else functools.partial(load_with, load)
         try:
             iteration = manager.resume(load_newest, newest, run_again=run_again)
