@@ -270,6 +270,8 @@ def test_what_was_asked_for_is_what_loading_gives_whatever_the_tracker_names(
 ) -> None:
     save(tmp_path, 2, 4)
     assert newest_checkpoint(arguments(tmp_path, **WHOLE, ckpt_step=step)).iteration == found
+    (tmp_path / TRACKER).write_text("release")
+    assert newest_checkpoint(arguments(tmp_path, **WHOLE | {"finetune": True})).iteration == 0
 
 
 def test_tokens_that_stale_experts_lack_are_lost_with_those_of_faults(tmp_path: Path) -> None:

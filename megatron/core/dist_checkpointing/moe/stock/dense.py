@@ -229,10 +229,11 @@ def newest_checkpoint(args: Any) -> Loadable:
         return replace(found, lacks=True)  # loading would fail
 
     def looked() -> Loadable:
-        if args.load is None or (iteration := getattr(args, "ckpt_step", None) or _iteration_in(args.load)) < 0:
+        step = getattr(args, "ckpt_step", None)
+        if args.load is None or (iteration := step or _iteration_in(args.load)) < 0:
             return found
         folder = CheckpointDirectory(args.load).folder(iteration)
-        if asked_for and not folder.exists():
+        if step and not folder.exists():
             return found
         lacks = (own and args.no_save_rng and not args.no_load_rng) or (not asked_for and has_stale_experts(folder))
         return replace(found, iteration=iteration, lacks=lacks, in_doubt=is_doubtful(args.load, iteration))
