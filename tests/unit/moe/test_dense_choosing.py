@@ -146,6 +146,10 @@ def test_weights_of_one_iteration_are_not_loaded_with_the_distributed_optimizer_
     said = f"--ckpt-step 2: of checkpoints of format torch .* names, {tracked}; write 2 there"
     with pytest.raises(UsageError, match=said) if is_refused else nullcontext():
         assert told(args) == (2, None)
+    save(tmp_path / "non_persistent", 3)
+    args.non_persistent_ckpt_type = "global"
+    with pytest.raises(UsageError, match=said) if is_refused else nullcontext():
+        assert told(args) == (2, None)
 
 
 def test_without_a_tracker_megatron_begins_again_as_ever(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from moe_ckpt.dense.names import (
     read_beside,
     tracked_name,
 )
-from moe_ckpt.dense.went_back import left_in
 
 from ..core_versions.training import replaced
 from ..errors import StoreFailure, UnreadableCheckpoint, UsageError, format_error
@@ -262,15 +261,14 @@ def _candidates(args: Any, load_arg: str) -> list[_LoadChoice]:
         with contextlib.suppress(OSError):  # then an older one is taken
             CheckpointDirectory(root).restore_replaced()
     # In a folder that has nothing to do with `--load` it may be this training's, since it went back.
-    if asked and root is not None and transient and (is_saved_to or args.non_persistent_global_ckpt_dir is None):
-        return [_LoadChoice(root, f"iter_{asked:07d}", without)]
+    is_left = bool(asked and transient) and (is_saved_to or args.non_persistent_global_ckpt_dir is None)
     found: list[_LoadChoice] = []
     if asked and root is not None:
-        found = [_LoadChoice(root, f"iter_{asked:07d}")]
+        found = [_LoadChoice(root, f"iter_{asked:07d}", without if is_left else {})]
         _refuse_two_iterations(found[0], args)
     elif root is not None:
         found = _tracked(CheckpointDirectory(root))
-    if transient is None or (found and _iteration(found[0].name) > _iteration(transient.name)):
+    if transient is None or is_left or (found and _iteration(found[0].name) > _iteration(transient.name)):
         return found
     return [transient, *(_LoadChoice(each.root, each.name, {**each.settings, **without}) for each in found)]
 
@@ -292,8 +290,7 @@ def _refuse_two_iterations(choice: _LoadChoice, args: Any) -> None:
 
 def _tracked(directory: CheckpointDirectory) -> list[_LoadChoice]:
     """What the tracker names, and what is older. Nothing without a tracker, as Megatron-LM has it."""
-    root, left = directory.root, left_in(directory.root)
-    iterations = [iteration for iteration in directory.iterations() if iteration not in left]
+    root, iterations = directory.root, directory.continued()
     text = _tracker(root)
     if text is None:
         return []

@@ -40,6 +40,11 @@ class CheckpointDirectory:
         matches = (ITERATION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
+    def continued(self) -> list[int]:
+        """The same, but for what training left when it went back with `--ckpt-step`."""
+        left = left_in(self.root)
+        return [iteration for iteration in self.iterations() if iteration not in left]
+
     def stage(self, iteration: int, keep: frozenset[int] = frozenset(), *, is_signed: bool = False) -> Path:
         """An empty hidden folder to write an iteration into. What killed saves left behind is removed.
 
@@ -123,8 +128,7 @@ class CheckpointDirectory:
         with suppress(FileNotFoundError):
             os.close(os.open(tracker, os.O_WRONLY | os.O_NONBLOCK))
             if not tracker.stat().st_size:
-                left = left_in(self.root)
-                older = next((one for one in self.iterations() if one < iteration and one not in left), None)
+                older = next((one for one in self.continued() if one < iteration), None)
                 tracker.unlink() if older is None else self.track(older)
 
     def discard(self, iteration: int) -> None:

@@ -16,7 +16,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.utils import unwrap_model
 from moe_ckpt.dense.names import INFORMING_BYTES, TRACKER, iteration_of, read_beside
-from moe_ckpt.dense.went_back import left_in
 
 from ..core_versions.training import is_in_doubt, replaced, saving_without_padding
 from ..dense_saves.choosing import has_chain, has_stale_experts, intact_checkpoint
@@ -252,7 +251,7 @@ def _iteration_in(folder: str) -> int:
     except OSError:
         return -1
     if not text:  # its writer was killed
-        return max({*CheckpointDirectory(folder).iterations()} - left_in(Path(folder)), default=-1)
+        return max(CheckpointDirectory(folder).continued(), default=-1)
     # A released model, which training begins from; or what loading refuses, such as more digits than `int` takes.
     return iteration_of(text) or 0
 

@@ -20,6 +20,7 @@ from moe_ckpt.dense.went_back import RECORD, WentBack, gone_back, went_back
 
 from ..dense_saves.directory import CheckpointDirectory
 from ..dense_saves.writing import on_rank_zero
+from ..runtime.opening import one_spelling
 from ..storage.system import write_atomically
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def came_to(iteration: int, args: Any, job: str, *, loaded: bool) -> None:
 
 def _folder(args: Any) -> Path | None:
     """Where training is both loaded from and saved to."""
-    same = args.load and args.save and "://" not in args.load and Path(args.load).resolve() == Path(args.save).resolve()
+    same = args.load and args.save and "://" not in args.load and one_spelling(args.load) == one_spelling(args.save)
     return Path(args.save) if same else None
 
 
