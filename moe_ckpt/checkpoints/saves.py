@@ -24,7 +24,8 @@ from megatron.core.dist_checkpointing.moe.errors import (
 from moe_ckpt.dense import integrity
 from moe_ckpt.dense.chain import read_chain
 from moe_ckpt.dense.integrity import Advance, unwatched
-from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, condemned, is_abandoned
+from moe_ckpt.dense.names import ITERATION, REPLACED, STAGED, condemned
+from moe_ckpt.dense.staging import is_abandoned
 
 from .files import last_written_s
 from .inspect_saves import iteration_report, saves_report

@@ -14,7 +14,8 @@ from .chain import stacked_name, stacked_object_name
 from .dense_writer import DenseWriter
 from .integrity import damaged, identities, refuse_saved_again, seal, sums_of
 from .merged import MergedCheckpoint, open_merged
-from .names import COMMON, INDEX_BYTES, TRACKER, new_iteration_folder, read_beside, staging
+from .names import COMMON, INDEX_BYTES, TRACKER, new_iteration_folder, read_beside
+from .staging import staging
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given the bytes that there are to do, a context with a function that takes bytes as they are done."""

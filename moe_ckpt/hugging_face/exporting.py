@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.moe.errors import UnreadableCheckpoint, Us
 from ..dense.dense import DenseCheckpoint
 from ..dense.integrity import damaged, identities, refuse_saved_again, sums_of
 from ..dense.merged import open_alone
-from ..dense.names import refuse_existing, staging
+from ..dense.names import refuse_existing
+from ..dense.staging import staging
 from .config import Config
 from .families import read_model, written_config
 from .folder import (

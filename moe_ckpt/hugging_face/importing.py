@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.moe.storage.system import write_atomically
 from ..dense.dcp_metadata import Chunk, ChunkExtent
 from ..dense.dense_writer import DenseWriter
 from ..dense.integrity import FORMAT_VERSION, MARK, identities, refuse_saved_again, seal
-from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker, refuse_existing, staging
+from ..dense.names import COMMON, RELEASE, TRACKER, read_tracker, refuse_existing
+from ..dense.staging import staging
 from .exporting import BESIDE
 from .families import Model, read_model, scale_block
 from .folder import CARRIED, CONFIG, INDEX, Folder, carry, read_config, unquantized, write_json

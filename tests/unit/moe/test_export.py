@@ -17,7 +17,8 @@ from moe_ckpt.commands.main import main
 from moe_ckpt.dense import export
 from moe_ckpt.dense.chain import MANIFEST
 from moe_ckpt.dense.integrity import NAME, check
-from moe_ckpt.dense.names import TRACKER, staging
+from moe_ckpt.dense.names import TRACKER
+from moe_ckpt.dense.staging import staging
 
 Convert = Callable[[Path, Path], tuple[int, str]]
 
@@ -143,7 +144,7 @@ def test_a_killed_conversion_leaves_what_the_next_one_removes(tmp_path: Path) ->
 import os, pathlib
 from moe_ckpt.megatron_core import skip_megatron_core
 skip_megatron_core()
-from moe_ckpt.dense.names import staging
+from moe_ckpt.dense.staging import staging
 with staging(pathlib.Path({str(target)!r}), "merging") as folder:
     (folder / "a").touch()
     os._exit(1)

@@ -58,7 +58,8 @@ from moe_ckpt.checkpoints.storage_gc import storage_gc_plan
 from moe_ckpt.checkpoints.windows import on_timeline, restorable, states, stored_snapshots, timelines
 from moe_ckpt.commands.gc import _freed
 from moe_ckpt.dense import chain, integrity
-from moe_ckpt.dense.names import FORMAT, RELEASE, TRACKER, staging
+from moe_ckpt.dense.names import FORMAT, RELEASE, TRACKER
+from moe_ckpt.dense.staging import staging
 from moe_ckpt.dense.went_back import RECORD, gone_back
 
 ROOT, RANKS = Path(__file__).parents[3], 2

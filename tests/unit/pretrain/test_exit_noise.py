@@ -122,7 +122,7 @@ def test_a_conversion_that_slurm_ends_leaves_nothing(tmp_path: Path) -> None:
 import pathlib, time, moe_ckpt
 moe_ckpt.refuse_unsupported_versions()
 import moe_ckpt.commands.main as commands
-from moe_ckpt.dense.names import staging
+from moe_ckpt.dense.staging import staging
 def convert():
     with staging(pathlib.Path({str(tmp_path / "out")!r}), "exporting"):
         print("ready", flush=True)
